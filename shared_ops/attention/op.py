@@ -1,0 +1,89 @@
+"""attention: causal softmax(q k^T / sqrt(E)) v with grouped KV heads.
+
+Contract: KV positions form tiles of `KV_TILE` from absolute position 0. A score is one float32
+product over E, times the scale. The row maximum has no order. p = exp(score - maximum); positions
+after the query's own have p = 0 exactly. Row sums and p @ v are taken inside each tile (one
+float32 accumulator) and added over tiles left to right; tiles of zeros change nothing. The output
+is the accumulated sum over the row sum, rounded once to the input's dtype.
+A query row's bits depend on that row and on the keys and values at its own and earlier positions:
+not on batch mates, the number of query rows, chunking, paging or trailing tiles.
+
+Backward (packed only): scores are recomputed; sums over query rows run in blocks of `ROW_BLOCK`
+rows in increasing order. It is bit-equal from run to run for one packing.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared_ops.attention import reference
+
+
+class PagedLayout(NamedTuple):
+    """Where the sequences of a paged batch lie.
+
+    Example: a prefill chunk of 3 tokens that completes a context of 5, beside one decode token at
+    context 9, pages of 4: query_starts [0, 3, 4], context_lens [5, 9],
+    page_table_BP [[7, 2, 0], [1, 4, 5]] (entries past a context are ignored but must be valid).
+    """
+
+    query_starts: list[int]
+    context_lens: list[int]
+    page_table_BP: Tensor
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_THE, k_TKE, v_TKE, starts):
+        o_THE, lse_TH = reference.packed_forward(q_THE, k_TKE, v_TKE, starts)
+        ctx.save_for_backward(q_THE, k_TKE, v_TKE, o_THE, lse_TH)
+        ctx.starts = starts
+        return o_THE
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return (*reference.packed_backward(grads[0], *ctx.saved_tensors, ctx.starts), None)
+
+
+def packed_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: list[int]) -> Tensor:
+    """Attend within packed sequences.
+
+    Args:
+        q_THE: [T, H, E] float32, bfloat16 or float16.
+        k_TKE: [T, K, E] of the same dtype; H is a multiple of K.
+        v_TKE: [T, K, E] of the same dtype.
+        starts: B + 1 cumulative lengths, from 0 to T.
+
+    Returns:
+        [T, H, E] in the dtype of `q_THE`.
+
+    Raises:
+        ValueError: `starts` does not cover the tokens.
+    """
+    if starts[0] != 0 or starts[-1] != q_THE.shape[0]:
+        raise ValueError(f"packed_attention: starts must run from 0 to {q_THE.shape[0]}")
+    return _PackedAttention.apply(q_THE, k_TKE, v_TKE, starts)
+
+
+def paged_attention(
+    q_THE: Tensor, k_pages_PSKE: Tensor, v_pages_PSKE: Tensor, layout: PagedLayout
+) -> Tensor:
+    """Attend over paged keys and values; the queries of a sequence are the end of its context.
+
+    Args:
+        q_THE: [T, H, E] float32, bfloat16 or float16.
+        k_pages_PSKE: [P, S, K, E] of the same dtype, this step's keys already written.
+        v_pages_PSKE: [P, S, K, E] likewise.
+        layout: where each sequence's queries and pages are.
+
+    Returns:
+        [T, H, E] in the dtype of `q_THE`; not differentiable.
+
+    Raises:
+        ValueError: `layout` does not cover the tokens.
+    """
+    if layout.query_starts[-1] != q_THE.shape[0]:
+        raise ValueError(f"paged_attention: query_starts must run from 0 to {q_THE.shape[0]}")
+    with torch.no_grad():
+        return reference.paged_forward(q_THE, k_pages_PSKE, v_pages_PSKE, layout)

@@ -1,0 +1,50 @@
+"""linear: y[t, n] = sum_k x[t, k] w[n, k] (+ bias[n]).
+
+Contract: K in increasing order, in blocks of C; each block is one float32 product with one
+accumulator per output; blocks are added left to right in float32; the bias is added in float32;
+one rounding to the input's dtype at the end. CPU: C = 256. CUDA: C = K (one accumulator).
+A row's bits depend on that row and the weight only.
+
+Backward: dx obeys the same contract over n; dw sums over tokens in increasing order in blocks of
+256 tokens. It is bit-equal from run to run and for any thread count, for one packing.
+"""
+
+import torch
+from torch import Tensor
+
+from shared_ops.linear import reference
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TK, w_NK, bias_N):
+        ctx.save_for_backward(x_TK, w_NK)
+        ctx.has_bias = bias_N is not None
+        return reference.forward(x_TK, w_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_TK, w_NK = ctx.saved_tensors
+        dx_TK, dw_NK, dbias_N = reference.backward(grads[0], x_TK, w_NK, needs=ctx.needs_input_grad)
+        return dx_TK, dw_NK, dbias_N if ctx.has_bias else None
+
+
+def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """Apply a weight to packed tokens.
+
+    Args:
+        x_TK: [T, K] float32, bfloat16 or float16.
+        w_NK: [N, K] of the same dtype.
+        bias_N: [N] of the same dtype, or None.
+
+    Returns:
+        [T, N] in the dtype of `x_TK`.
+
+    Raises:
+        ValueError: the widths of `x_TK` and `w_NK` differ.
+    """
+    if x_TK.shape[-1] != w_NK.shape[-1]:
+        raise ValueError(
+            f"linear: input width {x_TK.shape[-1]} and weight width {w_NK.shape[-1]} differ"
+        )
+    return _Linear.apply(x_TK, w_NK, bias_N)

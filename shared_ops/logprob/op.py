@@ -1,0 +1,78 @@
+"""logprob: log softmax(head(hidden) / temperature) at a chosen token.
+
+Contract: logits are float32 products in linear's contract, divided by the temperature, and -inf at
+vocabulary rows >= `vocab_limit` (padding that no tokenizer entry stands for). The maximum of a row
+has no order; exp(logit - maximum) is summed in an order that depends on V only; the log
+probability is (chosen - maximum) - log(sum), each operation rounded to float32. Nothing is ever
+rounded below float32. A row's bits depend on that row, its temperature and the head only.
+
+The sampler calls `scaled_logits`, draws, and calls `select_logprobs`; the trainer calls
+`token_logprobs`, which runs the same two functions on row blocks and keeps no [T, V] array.
+Backward: logits are recomputed per row block; sums over tokens run in increasing order.
+"""
+
+import torch
+from torch import Tensor
+
+from shared_ops.logprob import reference
+
+
+def scaled_logits(
+    hidden_BD: Tensor, head_VD: Tensor, temperature_B: Tensor, vocab_limit: int
+) -> Tensor:
+    """float32 [B, V] logits / temperature, -inf from `vocab_limit` on.
+
+    Args:
+        hidden_BD: [B, D] float32, bfloat16 or float16.
+        head_VD: [V, D] of the same dtype.
+        temperature_B: [B] float32, above 0.
+        vocab_limit: number of vocabulary rows that a token may come from, 1..V.
+    """
+    return reference.scaled_logits(hidden_BD, head_VD, temperature_B, vocab_limit)
+
+
+def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    """float32 [B]: log softmax of each row at its token.
+
+    Args:
+        logits_BV: [B, V] float32, as `scaled_logits` returns.
+        tokens_B: [B] int64.
+    """
+    return reference.select_logprobs(logits_BV, tokens_B)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, vocab_limit):
+        logprobs_T, entropy_T = reference.token_logprobs(
+            hidden_TD, head_VD, targets_T, temperature_T, vocab_limit
+        )
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
+        ctx.vocab_limit = vocab_limit
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx, *grads):
+        dhidden_TD, dhead_VD = reference.token_logprobs_backward(
+            grads[0], *ctx.saved_tensors, ctx.vocab_limit
+        )
+        return dhidden_TD, dhead_VD, None, None, None
+
+
+def token_logprobs(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, vocab_limit: int
+) -> tuple[Tensor, Tensor]:
+    """Log probabilities of given tokens, without a [T, V] array.
+
+    Args:
+        hidden_TD: [T, D] float32, bfloat16 or float16; differentiable.
+        head_VD: [V, D] of the same dtype; differentiable.
+        targets_T: [T] int64, the token that each hidden state predicts.
+        temperature_T: [T] float32, above 0.
+        vocab_limit: number of vocabulary rows that a token may come from, 1..V.
+
+    Returns:
+        float32 [T] log probabilities, and float32 [T] entropies in nats (not differentiable).
+    """
+    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit)

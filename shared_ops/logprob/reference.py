@@ -1,0 +1,64 @@
+"""logprob in plain torch (contract: op.py)."""
+
+import torch
+from torch import Tensor
+
+from shared_ops.primitives import fixed_product, row_sum
+
+LOGITS_LIMIT = 1 << 24
+
+
+def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -> Tensor:
+    logits_BV = fixed_product(hidden_BD, head_VD.T).div_(temperature_B.unsqueeze(-1))
+    if vocab_limit < logits_BV.shape[1]:
+        logits_BV[:, vocab_limit:] = float("-inf")
+    return logits_BV
+
+
+def _normalised(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """logits - maximum, their exponentials, and the exponentials' sums [B, 1]."""
+    shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
+    exp_BV = torch.exp(shifted_BV)
+    return shifted_BV, exp_BV, row_sum(exp_BV)
+
+
+def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    shifted_BV, _, sum_B1 = _normalised(logits_BV)
+    return (shifted_BV.gather(1, tokens_B.unsqueeze(1)) - torch.log(sum_B1)).squeeze(1)
+
+
+def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
+    step = max(16, LOGITS_LIMIT // vocabulary // 16 * 16)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def token_logprobs(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit: int):
+    logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TD.device)
+    entropy_T = torch.empty_like(logprobs_T)
+    for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
+        logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
+        logprobs_T[rows] = select_logprobs(logits_BV, targets_T[rows])
+        entropy_T[rows] = _entropy(logits_BV)
+    return logprobs_T, entropy_T
+
+
+def _entropy(logits_BV: Tensor) -> Tensor:
+    """-sum p log p = log(sum) - sum(exp x shifted) / sum; a masked entry counts as 0."""
+    shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
+    weighted_B1 = row_sum(exp_BV * shifted_BV.clamp_(min=-1e4))
+    return (torch.log(sum_B1) - weighted_B1 / sum_B1).squeeze(1)
+
+
+def token_logprobs_backward(grad_T, hidden_TD, head_VD, targets_T, temperature_T, vocab_limit):
+    """d logprob / d logits = (onehot - softmax) / temperature."""
+    dhidden_TD = torch.empty_like(hidden_TD)
+    dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)
+    for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
+        logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
+        _, exp_BV, sum_B1 = _normalised(logits_BV)
+        dlogits_BV = (exp_BV / sum_B1).neg_()
+        dlogits_BV[torch.arange(len(dlogits_BV)), targets_T[rows]] += 1.0
+        dlogits_BV *= (grad_T[rows] / temperature_T[rows]).unsqueeze(-1)
+        dhidden_TD[rows] = fixed_product(dlogits_BV, head_VD).to(hidden_TD.dtype)
+        dhead_VD += fixed_product(dlogits_BV.T, hidden_TD[rows])
+    return dhidden_TD, dhead_VD.to(head_VD.dtype)

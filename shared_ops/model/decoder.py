@@ -1,0 +1,113 @@
+"""One dense decoder: always packed, never padded; the KV is an argument."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shared_ops.model.config import ModelConfig
+from shared_ops.model.kv import KV
+from shared_ops.model.rope_table import RopeTable
+from shared_ops.model.weights import Layer, Weights
+from shared_ops.opset import EXACT, OpSet
+
+Observe = Callable[[str, Tensor], None]
+
+
+def _ignore(name: str, value: Tensor) -> None:
+    """Nobody looks."""
+
+
+class Decoder:
+    """Llama, SmolLM2, Mistral, Qwen2, Qwen2.5 or Qwen3 over given weights.
+
+    The weights are used as they are, not copied: an in-place update is seen by the next call.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, ops: OpSet = EXACT):
+        self.config, self.weights, self.ops = config, weights, ops
+        self._rope = RopeTable(config.rope, config.head_dim, weights.embed_VD.device)
+        self._rope.reserve(min(config.max_positions, 4096))
+
+    @property
+    def head_VD(self) -> Tensor:
+        """[V, D]: the output head (the embedding itself when tied)."""
+        return self.weights.head_VD
+
+    def reserve(self, positions: int) -> None:
+        """Prepare for positions 0..positions - 1 (up to 4096 are ready from the start)."""
+        self._rope.reserve(positions)
+
+    def __call__(
+        self, token_ids_T: Tensor, positions_T: Tensor, kv: KV, observe: Observe | None = None
+    ) -> Tensor:
+        """Run packed tokens through all layers.
+
+        Args:
+            token_ids_T: [T] int64.
+            positions_T: [T] int64, each token's index in its sequence.
+            kv: keys and values of the sequences in flight.
+            observe: called with (op's place, its output) in order, for finding a differing op.
+
+        Returns:
+            [T, D] hidden states after the final norm, in the weights' dtype.
+        """
+        see = observe or _ignore
+        angles = self._rope.rows(positions_T)
+        x_TD = self.ops.embedding(token_ids_T, self.weights.embed_VD)
+        see("embedding", x_TD)
+        for index, layer in enumerate(self.weights.layers):
+
+            def see_layer(name: str, value: Tensor, prefix: str = f"layer {index}: ") -> None:
+                see(prefix + name, value)
+
+            x_TD = x_TD + self._attention(index, layer, x_TD, angles, kv, see_layer)
+            x_TD = x_TD + self._mlp(layer, x_TD, see_layer)
+            see_layer("residual", x_TD)
+        x_TD = self.ops.rmsnorm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
+        see("final rmsnorm", x_TD)
+        return x_TD
+
+    def _attention(self, index: int, layer: Layer, x_TD, angles, kv: KV, see: Observe) -> Tensor:
+        config, ops = self.config, self.ops
+        x_TD = ops.rmsnorm(x_TD, layer.attention_norm_D, config.norm_eps)
+        see("rmsnorm before attention", x_TD)
+        qkv_TN = ops.linear(x_TD, layer.qkv_ND, layer.qkv_bias_N)
+        see("linear qkv", qkv_TN)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q_THE, k_TKE, v_TKE = qkv_TN.view(-1, sum(heads), config.head_dim).split(heads, dim=1)
+        if layer.q_norm_E is not None and layer.k_norm_E is not None:
+            q_THE = ops.rmsnorm(q_THE, layer.q_norm_E, config.norm_eps)
+            k_TKE = ops.rmsnorm(k_TKE, layer.k_norm_E, config.norm_eps)
+            see("rmsnorm of queries", q_THE)
+            see("rmsnorm of keys", k_TKE)
+        q_THE, k_TKE = ops.rope(q_THE, *angles), ops.rope(k_TKE, *angles)
+        see("rope of queries", q_THE)
+        see("rope of keys", k_TKE)
+        o_THE = kv.attend(index, q_THE, k_TKE, v_TKE)
+        see("attention", o_THE)
+        out_TD = ops.linear(o_THE.reshape(x_TD.shape[0], -1), layer.output_DN)
+        see("linear attention output", out_TD)
+        return out_TD
+
+    def _mlp(self, layer: Layer, x_TD: Tensor, see: Observe) -> Tensor:
+        x_TD = self.ops.rmsnorm(x_TD, layer.mlp_norm_D, self.config.norm_eps)
+        see("rmsnorm before mlp", x_TD)
+        gate_up_T2F = self.ops.linear(x_TD, layer.gate_up_2FD)
+        see("linear gate and up", gate_up_T2F)
+        x_TF = self.ops.swiglu(gate_up_T2F)
+        see("swiglu", x_TF)
+        out_TD = self.ops.linear(x_TF, layer.down_DF)
+        see("linear down", out_TD)
+        return out_TD
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a setting such as "bfloat16".
+
+    Raises:
+        ValueError: not one of float32, bfloat16, float16.
+    """
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {name!r} is not supported: use float32, bfloat16 or float16")
+    return getattr(torch, name)

@@ -1,0 +1,45 @@
+"""The ops a model calls, gathered into one record that is passed as an argument.
+
+`EXACT` obeys the contracts in the op folders. `shared_ops.ordinary.ORDINARY` is torch's own way of
+computing the same functions: for measurement and as the control that a parity check must catch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shared_ops.attention.op import packed_attention, paged_attention
+from shared_ops.embedding.op import embedding
+from shared_ops.linear.op import linear
+from shared_ops.logprob.op import scaled_logits, select_logprobs, token_logprobs
+from shared_ops.rmsnorm.op import rmsnorm
+from shared_ops.rope.op import rope
+from shared_ops.swiglu.op import swiglu
+
+
+class OpSet(NamedTuple):
+    linear: Callable[..., Tensor]
+    rmsnorm: Callable[..., Tensor]
+    rope: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    embedding: Callable[..., Tensor]
+    packed_attention: Callable[..., Tensor]
+    paged_attention: Callable[..., Tensor]
+    scaled_logits: Callable[..., Tensor]
+    select_logprobs: Callable[..., Tensor]
+    token_logprobs: Callable[..., tuple[Tensor, Tensor]]
+
+
+EXACT = OpSet(
+    linear=linear,
+    rmsnorm=rmsnorm,
+    rope=rope,
+    swiglu=swiglu,
+    embedding=embedding,
+    packed_attention=packed_attention,
+    paged_attention=paged_attention,
+    scaled_logits=scaled_logits,
+    select_logprobs=select_logprobs,
+    token_logprobs=token_logprobs,
+)

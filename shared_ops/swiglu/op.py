@@ -1,0 +1,34 @@
+"""swiglu: y = silu(gate) * up, silu(g) = g / (1 + exp(-g))  (Shazeer 2020, "GLU variants").
+
+Contract: no sums. exp, the division and the product are each rounded to float32, one rounding to
+the input's dtype at the end. silu is spelled with exp because torch's silu and sigmoid give an
+element other bits in a vector's tail than in its body.
+"""
+
+import torch
+from torch import Tensor
+
+from shared_ops.swiglu import reference
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up_T2F):
+        ctx.save_for_backward(gate_up_T2F)
+        return reference.forward(gate_up_T2F)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return reference.backward(grads[0], *ctx.saved_tensors)
+
+
+def swiglu(gate_up_T2F: Tensor) -> Tensor:
+    """Gate the second half of the last axis with the first.
+
+    Args:
+        gate_up_T2F: [T, 2 F], gate first; float32, bfloat16 or float16.
+
+    Returns:
+        [T, F] in the dtype of the input.
+    """
+    return _Swiglu.apply(gate_up_T2F)
