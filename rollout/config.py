@@ -1,0 +1,56 @@
+"""What an engine may be told. Only dtype, device and exact can change a bit of its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class EngineError(ValueError):
+    """An engine setting that cannot work; the message names the setting and the mend."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and places of an engine.
+
+    device: "cpu", "cuda", "cuda:1", or "auto" (cuda where there is one).
+    dtype: of weights and KV: "float32", "bfloat16" or "float16".
+    page_size: tokens in a KV page.
+    num_pages: KV pages; None makes room for `max_sequences` of 2048 tokens (or of the model's own
+        limit, where that is shorter) within `memory_share` of the memory that is free.
+    max_batch_tokens: tokens in one forward.
+    max_sequences: sequences that hold KV at the same time.
+    prefill_chunk: most tokens of one sequence in one forward.
+    prefix_cache: keep full pages by content and share them, also among the n samples of a request.
+    exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    page_size: int = 16
+    num_pages: int | None = None
+    max_batch_tokens: int = 2048
+    max_sequences: int = 128
+    prefill_chunk: int = 512
+    prefix_cache: bool = True
+    exact: bool = True
+    memory_share: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_batch_tokens", "max_sequences", "prefill_chunk"):
+            _require_positive(name, getattr(self, name))
+        if self.num_pages is not None:
+            _require_positive("num_pages", self.num_pages)
+        if self.dtype not in DTYPES:
+            raise EngineError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+        if not 0 < self.memory_share <= 1:
+            raise EngineError(
+                f"memory_share is {self.memory_share}: use a number above 0 and up to 1"
+            )
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise EngineError(f"{name} is {value!r}: use a whole number of at least 1")
