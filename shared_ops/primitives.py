@@ -51,6 +51,16 @@ def fixed_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
     return out_MN[:rows]
 
 
+def token_product(dy_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """float32 [N, K] = dy^T @ x, tokens in blocks of `K_BLOCK` added in increasing order."""
+    dy_TN, x_TK = dy_TN.float(), x_TK.float()
+    out_NK = torch.mm(dy_TN[:K_BLOCK].T, x_TK[:K_BLOCK])
+    for start in range(K_BLOCK, x_TK.shape[0], K_BLOCK):
+        block = slice(start, start + K_BLOCK)
+        out_NK.addmm_(dy_TN[block].T, x_TK[block])
+    return out_NK
+
+
 def row_sum(x_RN: Tensor) -> Tensor:
     """float32 [..., 1]: the sum over the last axis, each row by itself."""
     flat_RN = x_RN.float().reshape(-1, x_RN.shape[-1])

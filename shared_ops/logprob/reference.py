@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shared_ops.primitives import fixed_product, row_sum
+from shared_ops.primitives import fixed_product, row_sum, token_product
 
 LOGITS_LIMIT = 1 << 24
 
@@ -60,5 +60,5 @@ def token_logprobs_backward(grad_T, hidden_TD, head_VD, targets_T, temperature_T
         dlogits_BV[torch.arange(len(dlogits_BV)), targets_T[rows]] += 1.0
         dlogits_BV *= (grad_T[rows] / temperature_T[rows]).unsqueeze(-1)
         dhidden_TD[rows] = fixed_product(dlogits_BV, head_VD).to(hidden_TD.dtype)
-        dhead_VD += fixed_product(dlogits_BV.T, hidden_TD[rows])
+        dhead_VD += token_product(dlogits_BV, hidden_TD[rows])
     return dhidden_TD, dhead_VD.to(head_VD.dtype)

@@ -1,0 +1,231 @@
+"""Proof, on the machine in use, that the schedules obey their contracts.
+
+A contract rests on facts about libraries that another processor, thread count or version may
+break. `attest` checks every fact that a model of the given shape relies on, bit for bit in
+float32 on random data, before the first token. It also returns a fingerprint of the results: a
+sampler and a trainer whose fingerprints differ do not compute the same function (two kinds of
+processor in one cluster, say), and must not start.
+
+`python -m shared_ops.attest FOLDER` prints the table.
+"""
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shared_ops.attention.reference import KV_TILE
+from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
+from shared_ops.model.config import ConfigError, ModelConfig
+from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
+
+ROW_COUNTS = (1, 3, 16, 17, 80, 144)
+CHECK_LIMIT = 1 << 20
+
+
+class AttestationError(RuntimeError):
+    """A contract does not hold on this machine; the message names the op and the shape."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One verified fact: which op, at which shape, how many float32 values were compared."""
+
+    op: str
+    shape: str
+    values: int
+    differing: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of one model shape, and a digest of the values they produced."""
+
+    checks: tuple[Check, ...]
+    fingerprint: str
+    seconds: float
+
+    def raise_if_broken(self) -> None:
+        """Raise AttestationError for the first check with differing values."""
+        for check in self.checks:
+            if check.differing:
+                raise AttestationError(
+                    f"{check.op} {check.shape}: {check.differing} of {check.values} values change "
+                    "with batch size or threads here: set OMP_NUM_THREADS=1, or report this "
+                    "processor and torch version"
+                )
+
+
+@contextmanager
+def _threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Prover:
+    def __init__(self, seed: int):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.checks: list[Check] = []
+        self.digest = hashlib.sha256()
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def compare(self, op: str, shape: str, wanted: Tensor, variants: Callable[[], list]) -> None:
+        """`variants` returns (got, rows) pairs, computed with 1 thread and with all of them."""
+        values = differing = 0
+        for threads in sorted({1, torch.get_num_threads()}):
+            with _threads(threads):
+                for got, rows in variants():
+                    values += got.numel()
+                    same = got.contiguous().view(torch.int32) == wanted[rows].view(torch.int32)
+                    differing += int((~same | got.isnan()).sum())
+        self.checks.append(Check(op, shape, values, differing))
+        self.digest.update(wanted.contiguous().numpy().tobytes())
+
+
+def _linear(prover: _Prover, width: int, outputs: int) -> None:
+    rows = ROW_COUNTS if width * outputs <= CHECK_LIMIT else ROW_COUNTS[:4]
+    x_MK, w_NK = prover.random(max(rows) + ROW_TILE, width), prover.random(outputs, width)
+    with _threads(1):
+        tiles = [fixed_product(tile, w_NK.T) for tile in x_MK.split(ROW_TILE)]
+    spans = [slice(first, first + count) for count in rows for first in (0, ROW_TILE - 1)]
+    prover.compare(
+        "linear",
+        f"{width} -> {outputs}",
+        torch.cat(tiles),
+        lambda: [(fixed_product(x_MK[span], w_NK.T), span) for span in spans],
+    )
+
+
+def _weight_gradient(prover: _Prover, width: int, outputs: int) -> None:
+    dy_TN, x_TK = prover.random(300, outputs), prover.random(300, width)
+    with _threads(1):
+        wanted = token_product(dy_TN, x_TK)
+    prover.compare(
+        "linear backward",
+        f"{width} -> {outputs}",
+        wanted,
+        lambda: [(token_product(dy_TN, x_TK), slice(None))],
+    )
+
+
+def _row_sum(prover: _Prover, width: int) -> None:
+    x_RN = prover.random(40, width)
+    with _threads(1):
+        wanted = torch.cat([row_sum(row) for row in x_RN.split(1)])
+    spans = [slice(0, count) for count in (1, 2, 7, 40)]
+    prover.compare(
+        "row sum", f"width {width}", wanted, lambda: [(row_sum(x_RN[s]), s) for s in spans]
+    )
+
+
+def _elementwise(prover: _Prover, name: str, function: Callable[[Tensor], Tensor]) -> None:
+    """An element's bits must not depend on its place in the array (vector body or tail)."""
+    x_N = prover.random(100_003) * 6
+    with _threads(1):
+        wanted = function(x_N)
+    lengths = (1, 5, 31, 1000, 2049, 70_001)
+    spans = [slice(first, first + n) for n in lengths for first in (0, 1, 7)]
+    prover.compare(
+        name, "any place", wanted, lambda: [(function(x_N[s].clone()), s) for s in spans]
+    )
+
+
+def _attention(prover: _Prover, width: int) -> None:
+    batch, rows = 6, 8 * ATTENTION_ROWS
+    left_BRK = {n: prover.random(batch, rows, n) for n in (width, KV_TILE)}
+    k_BNE, v_BNE = prover.random(batch, KV_TILE, width), prover.random(batch, KV_TILE, width)
+    products = {
+        "scores": (left_BRK[width], k_BNE.transpose(1, 2)),
+        "values": (left_BRK[KV_TILE], v_BNE),
+    }
+    edges = list(pairwise(range(0, rows + 1, ATTENTION_ROWS)))
+    for name, (left, right) in products.items():
+        with _threads(1):
+            singles = [
+                torch.cat([torch.bmm(left[b : b + 1, i:j].contiguous(), right[b : b + 1])[0]])
+                for b in range(batch)
+                for i, j in edges
+            ]
+        spans = [(b, r) for b in (1, 2, 5, 6) for r in (ATTENTION_ROWS, 3 * ATTENTION_ROWS, rows)]
+        prover.compare(
+            f"attention {name}",
+            f"head width {width}",
+            torch.stack(singles).view(batch, rows, -1),
+            lambda left=left, right=right, spans=spans: [
+                (torch.bmm(left[:b, :r].contiguous(), right[:b]), (slice(0, b), slice(0, r)))
+                for b, r in spans
+            ],
+        )
+
+
+def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(K, N) of every product of a decoder, each once."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return sorted(
+        {
+            (config.hidden_size, heads * config.head_dim),
+            (config.num_heads * config.head_dim, config.hidden_size),
+            (config.hidden_size, 2 * config.intermediate_size),
+            (config.intermediate_size, config.hidden_size),
+            (config.hidden_size, config.vocab_size),
+        }
+    )
+
+
+def attest(config: ModelConfig, seed: int = 0) -> Report:
+    """Check every fact that a decoder of this shape relies on, on the CPU.
+
+    Args:
+        config: the model's shape.
+        seed: of the random data; both sides of a run must use the same one.
+
+    Returns:
+        The checks and their fingerprint; call `raise_if_broken` on it.
+    """
+    start = time.perf_counter()
+    prover = _Prover(seed)
+    for width, outputs in product_shapes(config):
+        _linear(prover, width, outputs)
+        if width * outputs <= CHECK_LIMIT:
+            _weight_gradient(prover, width, outputs)
+    for width in sorted({config.hidden_size, config.head_dim, config.vocab_size, KV_TILE}):
+        _row_sum(prover, width)
+    _elementwise(prover, "exp", torch.exp)
+    _elementwise(prover, "log", lambda x: torch.log(x.abs()))
+    _elementwise(prover, "log of float64", lambda x: torch.log(x.abs().double()).float())
+    _attention(prover, config.head_dim)
+    seconds = time.perf_counter() - start
+    return Report(tuple(prover.checks), prover.digest.hexdigest(), seconds)
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m shared_ops.attest FOLDER", file=sys.stderr)
+        return 2
+    try:
+        report = attest(ModelConfig.from_folder(arguments[0]))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{'op':<18} {'shape':<18} {'values':>12} {'differing':>10}")
+    for check in report.checks:
+        print(f"{check.op:<18} {check.shape:<18} {check.values:>12,} {check.differing:>10,}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {report.seconds:.2f} s")
+    print(f"fingerprint {report.fingerprint}")
+    return int(any(check.differing for check in report.checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
