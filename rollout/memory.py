@@ -1,0 +1,70 @@
+"""How many KV pages an engine gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from rollout.config import EngineConfig, EngineError
+from shared_ops.model.config import ModelConfig
+
+PLAUSIBLE_LENGTH = 2048
+GIB = 2**30
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of page_size tokens in every layer."""
+    numbers = 2 * model.num_layers * page_size * model.num_kv_heads * model.head_dim
+    return numbers * dtype.itemsize
+
+
+def choose_num_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """config.num_pages, or enough for max_sequences of a plausible length, within the free memory.
+
+    Raises:
+        EngineError: the pages asked for, or even one sequence of a page, do not fit.
+    """
+    size, free = page_bytes(model, config.page_size, dtype), free_memory(device)
+    if config.num_pages is not None:
+        if config.num_pages * size > free:
+            raise EngineError(
+                f"num_pages {config.num_pages} takes {config.num_pages * size / GIB:.1f} GiB of KV"
+                f" and {free / GIB:.1f} GiB is free: use at most {free // size}, or None"
+            )
+        return config.num_pages
+    length = min(model.max_positions, PLAUSIBLE_LENGTH)
+    wanted = config.max_sequences * -(-length // config.page_size)
+    num_pages = min(wanted, int(free * config.memory_share) // size)
+    if num_pages < 1:
+        raise EngineError(
+            f"one KV page takes {size / GIB:.2f} GiB and {free / GIB:.2f} GiB is free: use a"
+            " smaller page_size, a model that leaves room, or raise memory_share"
+        )
+    return num_pages
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be taken on the device; a container's limit counts."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return max(0, min(_system_available(), _container_available()))
+
+
+def _system_available() -> int:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # no Linux: count half of what is built in
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def _container_available() -> int:
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return int(limit.read_text()) - int(used.read_text())
+    except (OSError, ValueError):  # no limit, or another kind of system
+        return 1 << 62
