@@ -1,0 +1,70 @@
+"""A trainer in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import TrainerConfig
+from trainer.sample import TrainSample, TrainStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from shared_ops.model.weights import Manifest
+
+
+class TrainerActor:
+    """The trainer's methods as remote calls; arguments and results are plain data and tensors.
+
+    Published tensors have storages of their own, so they do not change with the next step.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: TrainerConfig | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """num_threads: torch's threads in this process; None leaves them as they are."""
+        import torch
+
+        from trainer.trainer import Trainer
+
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        self.trainer = Trainer(model_folder, config)
+
+    def step(self, samples: Sequence[TrainSample]) -> TrainStats:
+        return self.trainer.step(samples)
+
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        return self.trainer.logprobs(samples)
+
+    def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        return self.trainer.with_old_logprobs(samples)
+
+    def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
+        from trainer.publish import own_storage
+
+        return own_storage(self.trainer.publish())
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        self.trainer.save(path, extra)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        return self.trainer.load(path)
+
+    def version(self) -> int:
+        return self.trainer.version
+
+    def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]:
+        return self.trainer.trace(sample, position)
+
+
+def remote_class(**options: Any) -> Any:
+    """TrainerActor as a Ray actor class; options as for `ray.remote` (num_cpus, num_gpus, ...)."""
+    import ray
+
+    return ray.remote(**options)(TrainerActor) if options else ray.remote(TrainerActor)

@@ -1,0 +1,105 @@
+"""The loss of one micro-batch: the place where ratio, correction, loss and denominator meet."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.config import TrainerConfig
+from trainer.correction import correct
+from trainer.loss import Denominators, reference_kl, token_losses
+from trainer.metrics import TokenLog
+from trainer.packing import concatenated, per_token
+from trainer.sample import TrainSample
+
+
+class Given(NamedTuple):
+    """What the samples bring, as columns [N] over completion tokens (fields as in TokenLog).
+
+    `lengths` are completion tokens of each sample, `advantage_N` is float32.
+    """
+
+    lengths: list[int]
+    behaviour_N: Tensor
+    kept_N: Tensor
+    age_N: Tensor
+    advantage_N: Tensor
+    counts_N: Tensor
+    scale_N: Tensor
+
+
+def counts(config: TrainerConfig, sample: TrainSample) -> bool:
+    """Whether the sample is in the loss and its denominators."""
+    return not (config.mask_truncated and sample.truncated)
+
+
+def gather(
+    config: TrainerConfig,
+    samples: Sequence[TrainSample],
+    version: int,
+    denominators: Denominators,
+    device: torch.device,
+) -> Given:
+    """Columns of the samples of a micro-batch."""
+    lengths = [len(sample.completion_ids) for sample in samples]
+    nothing = float("nan")
+    kept = [sample.old_logprobs or (nothing,) * len(sample.completion_ids) for sample in samples]
+    versions = [drawn_by for sample in samples for drawn_by in sample.policy_versions]
+    scales = [denominators.token_scale(config, length) for length in lengths]
+    return Given(
+        lengths=lengths,
+        behaviour_N=concatenated([sample.behaviour_logprobs for sample in samples], device),
+        kept_N=concatenated(kept, device),
+        age_N=version - torch.tensor(versions, device=device),
+        advantage_N=per_token(samples, [sample.advantage for sample in samples], device),
+        counts_N=per_token(samples, [counts(config, s) for s in samples], device).bool(),
+        scale_N=per_token(samples, scales, device),
+    )
+
+
+def objective(
+    config: TrainerConfig,
+    given: Given,
+    now_N: Tensor,
+    entropy_N: Tensor,
+    reference_N: Tensor | None,
+) -> tuple[Tensor, TokenLog]:
+    """The micro-batch's part of the loss (a scalar to differentiate), and its token columns.
+
+    Args:
+        config: mode, loss, aggregation, beta.
+        given: columns of the samples.
+        now_N: [N] float32, log pi_theta, differentiable.
+        entropy_N: [N] float32, nats.
+        reference_N: [N] float32 log pi_ref, or None without a reference.
+    """
+    detached_N = now_N.detach()
+    bitwise = config.mode == "bitwise"
+    own_N = torch.where(given.kept_N.isnan(), detached_N, given.kept_N)
+    correction = correct(
+        config, (detached_N if bitwise else own_N) - given.behaviour_N, given.lengths
+    )
+    old_N = given.behaviour_N if bitwise else own_N
+    terms = token_losses(config, now_N, old_N, given.advantage_N, given.lengths)
+    no_kl_N = torch.zeros_like(detached_N)
+    kl_N = no_kl_N if reference_N is None else reference_kl(now_N, reference_N)
+    loss_N = correction.weight_T * terms.loss_T + config.beta * kl_N
+    weighted = config.mode in ("tis", "mis")
+    log = TokenLog(
+        logprob=detached_N,
+        behaviour=given.behaviour_N,
+        kept=given.kept_N,
+        age=given.age_N,
+        counts=given.counts_N,
+        entropy=entropy_N,
+        loss=loss_N.detach(),
+        scale=given.scale_N,
+        importance=correction.weight_T if weighted else correction.ratio_T,
+        ratio=correction.ratio_T,
+        limited=correction.limited_T,
+        clipped_low=terms.clipped_low_T,
+        clipped_high=terms.clipped_high_T,
+        reference_kl=kl_N.detach(),
+    )
+    return torch.where(given.counts_N, loss_N * given.scale_N, 0.0).sum(), log

@@ -1,0 +1,103 @@
+"""Micro-batches of whole samples, packed without padding.
+
+The split is a pure function of the samples' order and lengths, because weight gradients are sums
+over tokens and are promised to be equal from run to run.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.sample import TrainSample
+
+
+class MicroBatch(NamedTuple):
+    """Packed samples; T tokens are run, N completion tokens are scored.
+
+    Example: samples ([5, 9], [7, 2]) and ([4], [6]) run tokens [5, 9, 7, 4] at positions
+    [0, 1, 2, 0], starts [0, 3, 4]; rows [1, 2, 3] predict targets [7, 2, 6], lengths [2, 1].
+
+    Attributes:
+        samples: indices into the list that was packed.
+        token_ids_T, positions_T: int64; the last token of a completion is only a target.
+        starts: B + 1 cumulative lengths.
+        rows_N: int64, the row of T whose hidden state predicts each target.
+        targets_N: int64, completion tokens.
+        temperature_N: float32; 1 where the sample is greedy.
+        lengths: completion tokens of each sample, adding up to N.
+    """
+
+    samples: tuple[int, ...]
+    token_ids_T: Tensor
+    positions_T: Tensor
+    starts: list[int]
+    rows_N: Tensor
+    targets_N: Tensor
+    temperature_N: Tensor
+    lengths: list[int]
+
+
+def split_samples(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
+    """Group consecutive samples while their tokens fit; one longer than the budget stands alone.
+
+    Args:
+        lengths: tokens that each sample runs.
+        budget: tokens of a micro-batch.
+
+    Returns:
+        Indices of each micro-batch, in order.
+    """
+    batches: list[list[int]] = []
+    used = budget
+    for index, length in enumerate(lengths):
+        if used + length > budget:
+            batches.append([])
+            used = 0
+        batches[-1].append(index)
+        used += length
+    return [tuple(batch) for batch in batches]
+
+
+def pack(
+    samples: Sequence[TrainSample], indices: tuple[int, ...], device: torch.device
+) -> MicroBatch:
+    """Lay the chosen samples one behind the other (see MicroBatch)."""
+    chosen = [samples[index] for index in indices]
+    token_ids, positions, rows, targets, starts = [], [], [], [], [0]
+    for sample in chosen:
+        first = starts[-1] + len(sample.prompt_ids) - 1
+        token_ids += [*sample.prompt_ids, *sample.completion_ids[:-1]]
+        positions += range(sample.length)
+        rows += range(first, first + len(sample.completion_ids))
+        targets += sample.completion_ids
+        starts.append(starts[-1] + sample.length)
+
+    def integers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return MicroBatch(
+        samples=indices,
+        token_ids_T=integers(token_ids),
+        positions_T=integers(positions),
+        starts=starts,
+        rows_N=integers(rows),
+        targets_N=integers(targets),
+        temperature_N=per_token(chosen, [s.temperature or 1.0 for s in chosen], device),
+        lengths=[len(sample.completion_ids) for sample in chosen],
+    )
+
+
+def per_token(
+    samples: Sequence[TrainSample], values: Sequence[float], device: torch.device
+) -> Tensor:
+    """float32 [N]: one value per sample, repeated for each of its completion tokens."""
+    counts = torch.tensor([len(sample.completion_ids) for sample in samples])
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts).to(device)
+
+
+def concatenated(sequences: Sequence[Sequence[float]], device: torch.device) -> Tensor:
+    """float32 [N]: values that are already one per completion token."""
+    flat = [value for sequence in sequences for value in sequence]
+    return torch.tensor(flat, dtype=torch.float32, device=device)

@@ -1,0 +1,81 @@
+"""The processes of a data-parallel group: where each one's tensors live, and sums over them.
+
+Sums over ranks go left to right in rank order, so that they are equal from run to run.
+"""
+
+import torch
+from torch import Tensor
+
+from trainer.config import TrainerConfigError
+
+CHUNK = 1 << 24
+
+
+class Ranks:
+    """One process, or a group that accelerate found in the environment (torchrun, or its own
+    launcher); every rank is given its own share of the samples.
+
+    Attributes:
+        device: of this process.
+        count: processes in the group.
+        is_first: whether this one writes files.
+    """
+
+    def __init__(self, device: str) -> None:
+        from accelerate import PartialState
+
+        chosen = _find_device(device)
+        state = PartialState(cpu=chosen.type == "cpu")
+        self.count = state.num_processes
+        self.is_first = state.is_main_process
+        self.device = chosen
+        if self.count > 1 and chosen.type == "cuda":
+            self.device = torch.device("cuda", state.local_process_index)
+        self._wait = state.wait_for_everyone
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self._wait()
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Every rank's values, in rank order."""
+        if self.count == 1:
+            return [values]
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return [rank.tolist() for rank in self._gather_tensor(own)]
+
+    def sum(self, values: list[float]) -> list[float]:
+        return [sum(column) for column in zip(*self.gather(values), strict=True)]
+
+    def max(self, values: list[float]) -> list[float]:
+        return [max(column) for column in zip(*self.gather(values), strict=True)]
+
+    def sum_(self, tensors: list[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, a chunk at a time."""
+        if self.count == 1:
+            return
+        for tensor in tensors:
+            for chunk in tensor.view(-1).split(CHUNK):
+                first, *others = self._gather_tensor(chunk)
+                for other in others:
+                    first.add_(other)
+                chunk.copy_(first)
+
+    def _gather_tensor(self, own: Tensor) -> list[Tensor]:
+        received = [torch.empty_like(own) for _ in range(self.count)]
+        torch.distributed.all_gather(received, own)
+        return received
+
+
+def _find_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise TrainerConfigError(
+            f'device {name!r} is unknown: use "cpu", "cuda" or "auto"'
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise TrainerConfigError(f'device {name!r} is not there: use "cpu" or "auto"')
+    return device

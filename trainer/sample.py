@@ -1,0 +1,99 @@
+"""The records that cross the trainer's border: TrainSample in, TrainStats out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TrainSample:
+    """One completion, with what the sampler drew it with. Sequences are kept as tuples.
+
+    Example: prompt [5, 9], completion [7, 2] drawn by version 3 with log-probabilities
+    [-0.25, -1.5]: TrainSample((5, 9), (7, 2), (-0.25, -1.5), 0.8, (3, 3)).
+
+    Attributes:
+        prompt_ids: P token ids, at least one.
+        completion_ids: C token ids, at least one; a stop token is part of them.
+        behaviour_logprobs: C floats, each the float32 that the sampler drew with.
+        advantage: of the whole completion.
+        policy_versions: C versions of the weights, each the one that drew the token.
+        temperature: the logits were divided by it; 0 (greedy) can be scored, not trained on.
+        truncated: the completion ended at a length limit.
+        request_id: named in errors.
+        old_logprobs: C floats, the trainer's own values under the version that drew each token,
+            if it kept them (several optimiser steps on one batch); () otherwise.
+
+    Raises:
+        ValueError: lengths disagree, something is empty, or a number cannot be meant.
+    """
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float]
+    advantage: float
+    policy_versions: Sequence[int]
+    temperature: float = 1.0
+    truncated: bool = False
+    request_id: str = ""
+    old_logprobs: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "completion_ids", "behaviour_logprobs", "policy_versions"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not getattr(self, name):
+                raise ValueError(f"{self.name}: {name} is empty; leave the sample out")
+        object.__setattr__(self, "old_logprobs", tuple(self.old_logprobs))
+        self._check_lengths()
+        if not math.isfinite(self.advantage):
+            raise ValueError(f"{self.name}: advantage is {self.advantage}; it must be finite")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(
+                f"{self.name}: temperature is {self.temperature}; it must be 0 or more"
+            )
+
+    def _check_lengths(self) -> None:
+        count = len(self.completion_ids)
+        for name in ("behaviour_logprobs", "policy_versions", "old_logprobs"):
+            length = len(getattr(self, name))
+            if length != count and (length or name != "old_logprobs"):
+                raise ValueError(
+                    f"{self.name}: {name} has {length} entries for {count} completion tokens; "
+                    "give one per token"
+                )
+
+    @property
+    def name(self) -> str:
+        return f"sample {self.request_id!r}" if self.request_id else "sample"
+
+    @property
+    def length(self) -> int:
+        """Tokens that are run: the last one is only ever a target."""
+        return len(self.prompt_ids) + len(self.completion_ids) - 1
+
+
+@dataclass(frozen=True)
+class TrainStats:
+    """What one optimiser step did.
+
+    Attributes:
+        step: optimiser steps taken so far, this one included.
+        version: of the weights after the step.
+        loss: before the update, summed over every micro-batch and rank.
+        grad_norm: before clipping.
+        learning_rate: of this step.
+        tokens_compared: fresh tokens whose bits were compared.
+        tokens_differing: of those, tokens whose bits differ.
+        max_ulp: largest distance between the two float32 values, in units in the last place.
+        metrics: every number by its public name, the above included.
+    """
+
+    step: int
+    version: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_compared: int
+    tokens_differing: int
+    max_ulp: int
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,319 @@
+"""The trainer: score, compare bits, take one optimiser step, publish."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared_ops.model.config import ModelConfig
+from shared_ops.model.decoder import Decoder, dtype_of
+from shared_ops.model.vocabulary import vocab_limit
+from shared_ops.model.weights import Manifest, Weights, load_folder
+from shared_ops.opset import EXACT, OpSet
+from trainer import checkpoint, metrics
+from trainer.checks import check_fit, check_trainable, label
+from trainer.config import TrainerConfig
+from trainer.loss import Denominators
+from trainer.metrics import TokenLog
+from trainer.objective import counts, gather, objective
+from trainer.optimizer import AdamW, gradient_norm, learning_rate
+from trainer.packing import MicroBatch, pack, split_samples
+from trainer.parity import ParityError
+from trainer.publish import publish
+from trainer.ranks import Ranks
+from trainer.sample import TrainSample, TrainStats
+from trainer.score import Scorer
+
+
+class Trainer:
+    """One policy under training.
+
+    Attributes:
+        version: of the weights, from 0; every step adds one.
+        steps: optimiser steps taken.
+        num_tokens: prompt and completion tokens trained on so far, over every rank.
+    """
+
+    def __init__(self, model_folder: str | Path, config: TrainerConfig | None = None) -> None:
+        """Load a model.
+
+        Args:
+            model_folder: Hugging Face folder; with beta > 0 it is the reference as well.
+            config: settings; None takes the defaults.
+
+        Raises:
+            ValueError: folder, device or setting that cannot be used, named with the mend.
+        """
+        self.config = config or TrainerConfig()
+        self.folder = Path(model_folder)
+        self.ranks = Ranks(self.config.device)
+        self.model_config = ModelConfig.from_folder(self.folder)
+        self.vocab_limit = vocab_limit(self.folder, self.model_config)
+        self.version = self.steps = self.num_tokens = 0
+        self._load_weights()
+        self.optimizer = AdamW(self._masters.leaves(), self.config)
+
+    def _load_weights(self) -> None:
+        """Masters are float32; the working weights are themselves, or a copy in the run's dtype."""
+        dtype = dtype_of(self.config.dtype)
+        self._masters = load_folder(
+            self.folder, self.model_config, torch.float32, self.ranks.device
+        )
+        whole = dtype == torch.float32
+        self._weights = self._masters if whole else self._masters.to(dtype, self.ranks.device)
+        self._scorer = self._scorer_of(self._weights)
+        self._reference: Scorer | None = None
+        if self.config.beta:
+            self._reference = self._scorer_of(self._weights.to(dtype, self.ranks.device))
+        self._weights.requires_grad_(True)
+
+    def _scorer_of(self, weights: Weights) -> Scorer:
+        return Scorer(Decoder(self.model_config, weights, self._ops()), self.vocab_limit)
+
+    def _ops(self) -> OpSet:
+        if self.config.exact:
+            return EXACT
+        from shared_ops.ordinary import ORDINARY
+
+        return ORDINARY
+
+    @torch.no_grad()
+    def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+        """Score completions under the current weights, with the forward that `step` uses.
+
+        A completion's bits depend on that sample and the weights only. Greedy samples
+        (temperature 0) are scored at temperature 1.
+
+        Args:
+            samples: any number; advantages and versions are not looked at.
+
+        Returns:
+            float32 [C] on the CPU for each sample.
+
+        Raises:
+            ValueError: a sample that the model cannot take.
+        """
+        self._check_fit(samples)
+        scored: list[Tensor] = []
+        for batch in self._micro_batches(samples, range(len(samples))):
+            logprobs_N, _ = self._scorer.score(batch)
+            scored += logprobs_N.cpu().split(batch.lengths)
+        return scored
+
+    def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """The samples with old_logprobs filled in, for several optimiser steps on one batch.
+
+        Their tokens stay proved (old_logprobs against behaviour_logprobs, bit for bit) after the
+        first of those steps has made them stale.
+
+        Raises:
+            ValueError: a token was drawn by another version than the current one.
+        """
+        for index, sample in enumerate(samples):
+            if set(sample.policy_versions) != {self.version}:
+                raise ValueError(
+                    f"{label(sample, index)}: not every token was drawn by version {self.version}; "
+                    "score samples before the first step on them"
+                )
+        scored = self.logprobs(samples)
+        return [
+            replace(sample, old_logprobs=values.tolist())
+            for sample, values in zip(samples, scored, strict=True)
+        ]
+
+    def step(self, samples: Sequence[TrainSample]) -> TrainStats:
+        """Compare bits, then take one optimiser step.
+
+        Samples with no gradient (advantage 0 without a reference, or masked) are compared and
+        counted like the others, without a backward.
+
+        Args:
+            samples: the whole optimiser batch (of this rank).
+
+        Returns:
+            What was done.
+
+        Raises:
+            ParityError: in bitwise mode, a token differs, is NaN, or none could be compared.
+            FloatingPointError: the gradient is not finite.
+            ValueError: a sample that cannot be trained on.
+            After any of these, weights, optimiser and version are what they were.
+        """
+        self._check_fit(samples)
+        check_trainable(samples, self.version, self.config.mode)
+        log, gradients = self._accumulate(samples)
+        parity = metrics.check_parity(log, self.ranks)
+        total = parity.total
+        if self.config.mode == "bitwise" and (total.tokens_differing or not total.tokens_compared):
+            raise ParityError(total, metrics.first_difference(log, samples))
+        summary = metrics.summarise(log, parity, self.ranks)
+        if self._reference is None:
+            del summary["kl"]
+        self.ranks.sum_(gradients)
+        norm, rate = self._update(gradients)
+        self.num_tokens += int(
+            self.ranks.sum([float(sum(sample.length + 1 for sample in samples))])[0]
+        )
+        summary |= {"grad_norm": norm, "learning_rate": rate, "num_tokens": self.num_tokens}
+        return TrainStats(
+            step=self.steps,
+            version=self.version,
+            loss=summary["loss"],
+            grad_norm=norm,
+            learning_rate=rate,
+            tokens_compared=total.tokens_compared,
+            tokens_differing=total.tokens_differing,
+            max_ulp=total.max_ulp,
+            metrics=summary,
+        )
+
+    def _accumulate(self, samples: Sequence[TrainSample]) -> tuple[TokenLog, list[Tensor]]:
+        """Forward, loss and backward of every micro-batch: token columns and float32 gradients."""
+        denominators = self._denominators(samples)
+        active = [i for i, sample in enumerate(samples) if self._has_gradient(sample)]
+        inert = sorted(set(range(len(samples))) - set(active))
+        gradients = [torch.zeros_like(master) for master in self._masters.leaves()]
+        logs = []
+        for batch in self._micro_batches(samples, active):
+            loss, log = self._forward(batch, samples, denominators)
+            new = torch.autograd.grad(loss, self._weights.leaves())
+            for gradient, part in zip(gradients, new, strict=True):
+                gradient.add_(part)
+            logs.append(log)
+        with torch.no_grad():
+            for batch in self._micro_batches(samples, inert):
+                logs.append(self._forward(batch, samples, denominators)[1])
+        lengths = [len(sample.completion_ids) for sample in samples]
+        return metrics.in_sample_order(logs, active + inert, lengths), gradients
+
+    def _micro_batches(self, samples: Sequence[TrainSample], indices: Sequence[int]):
+        lengths = [samples[index].length for index in indices]
+        for group in split_samples(lengths, self.config.micro_batch_tokens):
+            chosen = tuple(indices[place] for place in group)
+            yield pack(samples, chosen, self.ranks.device)
+
+    def _has_gradient(self, sample: TrainSample) -> bool:
+        informs = sample.advantage != 0 or self._reference is not None
+        return informs and counts(self.config, sample)
+
+    def _denominators(self, samples: Sequence[TrainSample]) -> Denominators:
+        counted = [sample for sample in samples if counts(self.config, sample)]
+        tokens = sum(len(sample.completion_ids) for sample in counted)
+        return Denominators(*self.ranks.sum([float(len(counted)), float(tokens)]))
+
+    def _forward(
+        self, batch: MicroBatch, samples: Sequence[TrainSample], denominators: Denominators
+    ) -> tuple[Tensor, TokenLog]:
+        chosen = [samples[index] for index in batch.samples]
+        given = gather(self.config, chosen, self.version, denominators, self.ranks.device)
+        now_N, entropy_N = self._scorer.score(batch)
+        reference_N = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference_N, _ = self._reference.score(batch)
+        return objective(self.config, given, now_N, entropy_N, reference_N)
+
+    def _update(self, gradients: list[Tensor]) -> tuple[float, float]:
+        """Clip, step the masters, refresh the working weights; returns norm and learning rate."""
+        norm = gradient_norm(gradients)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm of step {self.steps + 1} is {norm}; nothing was updated: look "
+                "at the rewards and behaviour_logprobs of this batch, or lower learning_rate"
+            )
+        limit = self.config.max_grad_norm
+        if limit and norm > limit:
+            for gradient in gradients:
+                gradient.mul_(limit / norm)
+        rate = learning_rate(self.config, self.steps)
+        self.optimizer.step(gradients, rate)
+        self._refresh()
+        self.steps += 1
+        self.version += 1
+        return norm, rate
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if self._weights is not self._masters:
+            for leaf, master in zip(self._weights.leaves(), self._masters.leaves(), strict=True):
+                leaf.copy_(master)
+
+    def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """The working weights for a sampler; the tensors alias them (trainer/publish.py)."""
+        return publish(self.version, self._weights)
+
+    def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]:
+        """Each op's output at one drawn token, for finding the op where two programs part.
+
+        Args:
+            sample: its own prompt and completion are run alone.
+            position: index of the drawn token in prompt + completion.
+
+        Returns:
+            Op name -> its output row for the token, in the order of the forward; `logits` and
+            `logprob` come last.
+
+        Raises:
+            ValueError: the position is not one of a drawn token.
+        """
+        self._check_fit([sample])
+        return self._scorer.trace(sample, position)
+
+    def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint that continues to the bit (trainer/checkpoint.py).
+
+        Args:
+            path: its folder, which a Hugging Face loader can read as a model; replaced if there.
+            extra: what the caller wants back, as JSON holds it (data position, pending samples).
+
+        Raises:
+            CheckpointError: `extra` is not JSON.
+            OSError: disk full or folder not writable; nothing is left behind.
+        """
+        state = {
+            "step": self.steps,
+            "version": self.version,
+            "num_tokens": self.num_tokens,
+            "dtype": self.config.dtype,
+            "extra": extra or {},
+        }
+        if self.ranks.is_first:
+            checkpoint.write(path, self._weights, self.folder, self._state_tensors(), state)
+        self.ranks.wait()
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint of the same model and dtype; returns its `extra`.
+
+        Raises:
+            CheckpointError: missing, damaged, or of another model or dtype; nothing was changed.
+        """
+        state, tensors = checkpoint.read(path)
+        own = self._state_tensors()
+        checkpoint.check_same(path, state["dtype"], self.config.dtype, tensors, own)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+        self._refresh()
+        self.steps, self.version = state["step"], state["version"]
+        self.num_tokens, self.optimizer.steps = state["num_tokens"], state["step"]
+        return state["extra"]
+
+    def _state_tensors(self) -> dict[str, Tensor]:
+        """Every float32 tensor that training continues from, by name."""
+        groups = {
+            "master": self._masters.leaves(),
+            "first moment": self.optimizer.first,
+            "second moment": self.optimizer.second,
+        }
+        return {
+            f"{group}: {name}": tensor
+            for group, tensors in groups.items()
+            for name, tensor in zip(self._masters.leaf_names(), tensors, strict=True)
+        }
+
+    def _check_fit(self, samples: Sequence[TrainSample]) -> None:
+        check_fit(samples, self.model_config.max_positions, self.vocab_limit)
