@@ -12,6 +12,7 @@ from rollout.request import Completion, SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shared_ops.attest import Report
     from shared_ops.model.weights import Manifest
 
 
@@ -42,6 +43,12 @@ class RolloutActor:
 
     def weights_digest(self) -> str:
         return self.engine.weights_digest()
+
+    def attest(self) -> Report:
+        """The contracts of the model's ops, checked on this process's machine and threads."""
+        from shared_ops.attest import attest
+
+        return attest(self.engine.model_config)
 
     def version(self) -> int:
         return self.engine.version

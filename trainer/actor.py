@@ -12,6 +12,7 @@ from trainer.sample import TrainSample, TrainStats
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from shared_ops.attest import Report
     from shared_ops.model.weights import Manifest
 
 
@@ -50,11 +51,20 @@ class TrainerActor:
 
         return own_storage(self.trainer.publish())
 
+    def weights_digest(self) -> str:
+        return self.trainer.publish()[0].digest
+
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         self.trainer.save(path, extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         return self.trainer.load(path)
+
+    def attest(self) -> Report:
+        """The contracts of the model's ops, checked on this process's machine and threads."""
+        from shared_ops.attest import attest
+
+        return attest(self.trainer.model_config)
 
     def version(self) -> int:
         return self.trainer.version

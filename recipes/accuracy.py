@@ -1,0 +1,61 @@
+"""Accuracies with their uncertainty, and how much of a GRPO batch can carry signal."""
+
+import math
+from dataclasses import dataclass
+
+Z_95 = 1.959963984540054
+
+
+def wilson_interval(successes: int, total: int, z: float = Z_95) -> tuple[float, float]:
+    """The Wilson score interval (low, high) of a share, both in 0..1; 95% with the default z.
+
+    It assumes independent trials: several samples of one question are not, and make it too narrow.
+    At 1,319 questions and 50% it is +-2.7 points. Source: Wilson (1927), J. Am. Stat. Assoc. 22.
+    No trials give (0, 1). Raises ValueError unless 0 <= successes <= total.
+    """
+    if not 0 <= successes <= total:
+        raise ValueError(f"successes: got {successes} of {total}, use 0 <= successes <= total")
+    if total == 0:
+        return 0.0, 1.0
+    share, spread = successes / total, z * z / total
+    centre = share + spread / 2
+    half = z * math.sqrt(share * (1 - share) / total + spread / total / 4)
+    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+
+
+def informative_share(accuracy: float, group_size: int) -> float:
+    """The expected share of groups that have both right and wrong completions.
+
+    1 - p^G - (1 - p)^G for independent completions of one accuracy p. It is concave
+    in p, so where questions differ in difficulty, their mean accuracy gives an upper bound.
+    """
+    if not 0 <= accuracy <= 1:
+        raise ValueError(f"accuracy: got {accuracy}, use a share from 0 to 1")
+    if group_size < 1:
+        raise ValueError(f"group size: got {group_size}, use 1 or more")
+    return 1 - accuracy**group_size - (1 - accuracy) ** group_size
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """`correct` of `total` answers were right; prints as `43.6% (41.0 to 46.3, n = 1,319)`."""
+
+    correct: int
+    total: int
+
+    def __post_init__(self) -> None:
+        wilson_interval(self.correct, self.total)
+
+    @property
+    def share(self) -> float:
+        """correct / total, in 0..1; 0 where nothing was asked."""
+        return self.correct / self.total if self.total else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% Wilson interval, in 0..1."""
+        return wilson_interval(self.correct, self.total)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.share:.1%} ({100 * low:.1f} to {100 * high:.1f}, n = {self.total:,})"

@@ -1,0 +1,39 @@
+"""From the command line's words to a RunConfig."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from recipes.settings import RunConfig, preset_of, resolved
+
+
+def parse(arguments: Sequence[str] | None = None) -> RunConfig:
+    """The run that the words describe; every field is a flag, nested ones by their dotted name.
+
+    Raises:
+        ValueError: a setting cannot work; the one-line message names it.
+        SystemExit: --help, or words that are no flags.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    import tyro
+
+    start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    start.add_argument("--preset")
+    start.add_argument("--model")
+    chosen, _ = start.parse_known_args(words)
+    default = preset_of(chosen.preset, chosen.model)
+    config = tyro.cli(
+        RunConfig,
+        prog="python -m recipes.grpo_gsm8k",
+        description="GRPO on grade-school word problems, on-policy to the bit.",
+        default=default,
+        args=words,
+    )
+    return resolved(config)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error speaks to the user by itself; others keep their traceback."""
+    package = type(error).__module__.partition(".")[0]
+    ours = package in ("recipes", "rollout", "trainer", "shared_ops")
+    return ours or isinstance(error, OSError | FloatingPointError)

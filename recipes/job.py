@@ -1,0 +1,251 @@
+"""The parts of a run between its loop and the two sides: records, parity, log, checkpoints."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from recipes.accuracy import Accuracy
+from recipes.audit import first_differing_op
+from recipes.evaluate import as_metrics, evaluate
+from recipes.plan import signal_line
+from recipes.rewards import Rewards
+from recipes.run_folder import RunFolder
+from recipes.runlog import RunLog
+from recipes.runtime import RuntimeSetupError, Sides
+from recipes.settings import RunConfig
+from recipes.task import Task
+from rollout.request import Completion
+from trainer.advantage import advantages, count_rewards
+from trainer.checkpoint import find_latest, keep_last
+from trainer.parity import ParityError
+from trainer.sample import TrainSample, TrainStats
+
+Groups = Sequence[Sequence[Completion]]
+
+
+class Job:
+    """One run under way: `begin`, then for each step the methods below, then `end`."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
+        self.config, self.folder, self.task, self.sides = config, folder, task, sides
+        self.before: dict[str, Accuracy] = {}
+        self.compared = self.differing = 0
+
+    def begin(self) -> int:
+        """Load the last checkpoint of a resumed run, align both sides, evaluate; the first step.
+
+        Raises:
+            RuntimeSetupError: the sides compute different bits, or hold different weights.
+        """
+        extra = self._load_latest()
+        step = extra.get("next_step", 0)
+        self.log = RunLog(
+            self.folder.path,
+            total_steps=self.config.steps,
+            wandb_mode=self.config.wandb,
+            config=dataclasses.asdict(self.config),
+            resume_step=step if self.folder.resumed else None,
+        )
+        if self.config.rollout.exact:
+            self.log.say(self.sides.attest())
+        self.sync_weights()
+        if step:
+            self.before = {kind: Accuracy(*pair) for kind, pair in extra["before"].items()}
+            self.compared, self.differing = extra["compared"], extra["differing"]
+            self.log.say(f"resumed: step {step + 1} of {self.config.steps} comes next")
+        else:
+            self.before = self._evaluate("before", step)
+        return step
+
+    def _load_latest(self) -> dict[str, Any]:
+        latest = find_latest(self.folder.checkpoints) if self.folder.resumed else None
+        return self.sides.trainer.load(str(latest)) if latest else {}
+
+    def sync_weights(self) -> None:
+        """Publish the trainer's weights into the engine.
+
+        Raises:
+            RuntimeSetupError: the digests differ afterwards.
+        """
+        if not self.sides.sync_weights():
+            raise RuntimeSetupError("the engine's weights digest is not the trainer's: start again")
+
+    def _evaluate(self, when: str, step: int) -> dict[str, Accuracy]:
+        results = evaluate(self.sides, self.task, self.config)
+        for kind, accuracy in results.items():
+            self.log.say(f"{when:<7} {kind.replace('_', ', '):<16} {accuracy}")
+        if results and when == "before":
+            share = results["sampled_strict"].share
+            self.log.say(signal_line(share, self.config, "measured"))
+        if results:
+            self.log.evaluation(step, as_metrics(results))
+        return results
+
+    def samples(self, groups: Groups, rewards: Rewards) -> list[TrainSample]:
+        """One TrainSample a completion, group after group; no judgement, no advantage."""
+        size = self.config.group_size
+        totals = [rewards.totals[i : i + size] for i in range(0, len(rewards.totals), size)]
+        shares = advantages(totals, self.config.trainer.advantage)
+        return [
+            TrainSample(
+                prompt_ids=one.prompt_ids,
+                completion_ids=one.token_ids,
+                behaviour_logprobs=one.logprobs,
+                advantage=advantage,
+                policy_versions=one.policy_versions,
+                temperature=self.config.temperature,
+                truncated=one.finish_reason == "length",
+                request_id=f"{one.request_id}/{one.sample_index}",
+            )
+            for group, group_advantages in zip(groups, shares, strict=True)
+            for one, advantage in zip(group, group_advantages, strict=True)
+        ]
+
+    def update(self, samples: Sequence[TrainSample]) -> list[TrainStats]:
+        """Prove parity and take the batch's optimiser steps.
+
+        Raises:
+            ParityError: naming the first differing token and the op to look at.
+        """
+        count = self.config.updates_per_batch
+        batch = list(samples)
+        try:
+            if count > 1:
+                batch = self.sides.trainer.with_old_logprobs(batch)
+            edges = [len(batch) * i // count for i in range(count + 1)]
+            return [
+                self.sides.trainer.step(batch[first:last])
+                for first, last in zip(edges, edges[1:], strict=False)
+            ]
+        except ParityError as error:
+            raise self._explained(error, batch) from error
+
+    def _explained(self, error: ParityError, batch: list[TrainSample]) -> ParityError:
+        if error.first is None:
+            return error
+        sample = next(s for s in batch if s.request_id == error.first.request_id)
+        return error.with_op(first_differing_op(self.sides, sample, error.first.position))
+
+    def log_step(
+        self,
+        step: int,
+        groups: Groups,
+        rewards: Rewards,
+        samples: Sequence[TrainSample],
+        stats: Sequence[TrainStats],
+        seconds: dict[str, float],
+    ) -> None:
+        """Write the step's line, its completions, and the console's line."""
+        tokens = [len(sample.completion_ids) for sample in samples]
+        self.compared += sum(s.tokens_compared for s in stats)
+        self.differing += sum(s.tokens_differing for s in stats)
+        metrics = {
+            **_over_updates(stats),
+            "parity/weights_equal": 1,
+            **self._reward_metrics(rewards),
+            **_lengths(samples, tokens),
+            "step_time": sum(seconds.values()),
+            **{f"time/{name}": value for name, value in seconds.items()},
+            "tokens_per_second/rollout": sum(tokens) / seconds["rollout"],
+            "tokens_per_second/train": sum(s.length + 1 for s in samples) / seconds["train"],
+        }
+        self.log.step(step + 1, metrics, self._completions(groups, rewards, samples))
+
+    def _reward_metrics(self, rewards: Rewards) -> dict[str, float]:
+        size, totals = self.config.group_size, rewards.totals
+        judged = [reward for reward in totals if reward is not None]
+        mean = sum(judged) / max(1, len(judged))
+        variance = sum((reward - mean) ** 2 for reward in judged) / max(1, len(judged) - 1)
+        counts = count_rewards([totals[i : i + size] for i in range(0, len(totals), size)])
+        return {
+            "reward": mean,
+            "reward_std": variance**0.5,
+            **rewards.means(),
+            "rewards/missing": counts.missing,
+            "frac_reward_zero_std": counts.dead / counts.groups,
+        }
+
+    def _completions(self, groups: Groups, rewards: Rewards, samples) -> list[dict[str, Any]]:
+        flat = [one for group in groups for one in group]
+        return [
+            {
+                "request_id": sample.request_id,
+                "prompt": self.task.tokenizer.decode(list(one.prompt_ids)),
+                "completion": self.task.text(one.token_ids),
+                "tokens": len(one.token_ids),
+                "reward": rewards.totals[index],
+                "rewards": {name: each[index] for name, each in rewards.by_function.items()},
+                "advantage": sample.advantage,
+                "finish_reason": one.finish_reason,
+                "policy_version": one.policy_versions[-1],
+            }
+            for index, (one, sample) in enumerate(zip(flat, samples, strict=True))
+        ]
+
+    def finish_step(self, step: int) -> None:
+        """Save and evaluate where it is due."""
+        done, config = step + 1, self.config
+        if done % config.save_every == 0 or done == config.steps:
+            before = {k: (a.correct, a.total) for k, a in self.before.items()}
+            extra = {"next_step": done, "before": before}
+            extra |= {"compared": self.compared, "differing": self.differing}
+            path = self.folder.checkpoints / f"step-{done:06d}"
+            self.sides.trainer.save(str(path), extra)
+            keep_last(self.folder.checkpoints, config.keep_checkpoints)
+        every = config.evaluation.every
+        if every and done % every == 0 and done < config.steps:
+            self._evaluate(f"step {done}", done)
+
+    def end(self) -> dict[str, str]:
+        """Evaluate, and close the log with its table and picture; the paths of all files."""
+        after = self._evaluate("after", self.config.steps)
+        summary: dict[str, Any] = {
+            "tokens compared": f"{self.compared:,}",
+            "tokens differing": f"{self.differing:,}",
+        }
+        for kind, accuracy in after.items():
+            name = kind.replace("_", ", ")
+            summary[f"{name} accuracy"] = f"{self.before[kind]}  ->  {accuracy}"
+        paths = self.log.finish(summary)
+        return paths | {"checkpoints": str(self.folder.checkpoints)}
+
+
+def _lengths(samples: Sequence[TrainSample], tokens: Sequence[int]) -> dict[str, float]:
+    ended = [n for n, sample in zip(tokens, samples, strict=True) if not sample.truncated]
+    return {
+        "completions/mean_length": sum(tokens) / len(tokens),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(tokens),
+        "completions/mean_terminated_length": sum(ended) / max(1, len(ended)),
+    }
+
+
+def _over_updates(stats: Sequence[TrainStats]) -> dict[str, Any]:
+    """Metrics of a step with several updates: counts add, extremes hold, the rest is the mean."""
+    merged: dict[str, Any] = {}
+    for name in stats[0].metrics:
+        values = [each.metrics[name] for each in stats]
+        if name == "num_tokens":
+            merged[name] = values[-1]
+        elif name.endswith(("compared", "differing")):
+            merged[name] = sum(values)
+        elif name.endswith(("max_ulp", "/max", "_max")):
+            merged[name] = max(values)
+        elif name.endswith("/min"):
+            merged[name] = min(values)
+        else:
+            merged[name] = sum(values) / len(values)
+    return merged
+
+
+class Stopwatch:
+    """Seconds of a step's parts: call with a name when a part ends."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self._last
+        self._last = now

@@ -1,0 +1,83 @@
+"""What a run is going to do, said before it does it."""
+
+import os
+from pathlib import Path
+
+from recipes.accuracy import informative_share
+from recipes.settings import RunConfig
+from recipes.task import Task
+from shared_ops.model.config import ModelConfig
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def plan_lines(config: RunConfig, task: Task, folder: Path, out: Path) -> list[str]:
+    """The plan as lines of text: sizes, memory, and how many groups can carry signal."""
+    model = ModelConfig.from_folder(folder)
+    completions = config.prompts_per_step * config.group_size
+    steps, updates = config.steps, config.steps * config.updates_per_batch
+    return [
+        f"model      {config.model}: {model.family}, {model.num_parameters / 1e6:.1f} M parameters,"
+        f" {config.dtype} on {config.device}",
+        f"data       {config.data}: {len(task.train):,} problems to train on,"
+        f" {len(task.test_prompts):,} held out",
+        f"rollout    {steps:,} steps x {config.prompts_per_step} prompts x {config.group_size}"
+        f" completions = {steps * completions:,} completions,"
+        f" at most {steps * completions * config.max_tokens:,} new tokens",
+        f"training   {updates:,} optimiser steps, {config.trainer.loss} loss,"
+        f" {config.trainer.aggregation} mean, learning rate {config.trainer.learning_rate:g}",
+        f"parity     mode {config.mode}: " + PROMISES[config.mode],
+        f"memory     about {memory_estimate(config, model, task) / 2**30:.2f} GiB for both sides"
+        f"{_host_memory(config.device)}",
+        f"signal     {_signal(config)}",
+        f"runtime    {config.runtime}, output in {out}",
+    ]
+
+
+PROMISES = {
+    "bitwise": "the run stops if one bit of one log-probability differs",
+    "none": "the sampler runs ordinary ops; the difference is logged and not corrected",
+    "tis": "the sampler runs ordinary ops; truncated importance weights correct the difference",
+    "mis": "the sampler runs ordinary ops; tokens with a large ratio are masked",
+}
+
+
+def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
+    """Bytes of weights, masters, gradients, Adam, KV pages and one micro-batch's activations."""
+    size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
+    trainer = parameters * (4 * 4 + (0 if size == 4 else size))
+    token_kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
+    longest = max(map(len, task.batch(config, 0)[1])) + config.max_tokens
+    sequences = min(config.rollout.max_sequences, config.prompts_per_step * config.group_size)
+    width = 8 * model.hidden_size + 4 * model.intermediate_size
+    activations = config.trainer.micro_batch_tokens * model.num_layers * width * size
+    logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
+    kv = sequences * longest * token_kv
+    return parameters * size + trainer + kv + activations + logits
+
+
+def _host_memory(device: str) -> str:
+    if device != "cpu" or not hasattr(os, "sysconf"):
+        return ""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f" (this machine has {total / 2**30:.0f} GiB)"
+
+
+def _signal(config: RunConfig) -> str:
+    accuracy = config.expected_accuracy
+    if accuracy is None:
+        return (
+            "a group teaches only if its completions differ in reward: expected share"
+            " 1 - p^G - (1 - p)^G, known once accuracy p is measured"
+        )
+    return signal_line(accuracy, config, "assumed")
+
+
+def signal_line(accuracy: float, config: RunConfig, how: str) -> str:
+    """The expected number of groups with both right and wrong completions."""
+    share = informative_share(accuracy, config.group_size)
+    return (
+        f"at {accuracy:.1%} sampled accuracy ({how}) at most {share:.0%} of groups,"
+        f" {share * config.prompts_per_step:.1f} of {config.prompts_per_step} a step, are expected"
+        " to carry signal"
+    )

@@ -1,0 +1,215 @@
+"""Where the two sides run: in Ray actors, or in this process. Same classes, same bits."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recipes.settings import RunConfig, SettingError
+from rollout.actor import RolloutActor
+from trainer.actor import TrainerActor
+
+PROJECT = Path(__file__).resolve().parent.parent
+EXCLUDES = [".git", ".venv", "runs", "wandb", "tests", "benchmarks", "**/__pycache__"]
+FORWARDED = ("HF_", "WANDB_", "TRITON_", "CUDA_", "CUBLAS", "NCCL_", "OMP_", "MKL_", "ZEROKL_")
+RESOURCE_SECONDS = 8.0
+CPUS_PER_SIDE = 0.5
+
+
+class RuntimeSetupError(RuntimeError):
+    """The sides cannot be started; the message names need, have and the mend."""
+
+
+class Sides:
+    """Both sides of a run. `rollout` and `trainer` have the methods of their actor classes."""
+
+    def __init__(self, rollout: Any, trainer: Any):
+        self.rollout, self.trainer = rollout, trainer
+
+    def attest(self) -> str:
+        """Check the contracts on both sides' machines; a line that says what was compared.
+
+        Raises:
+            AttestationError: a contract does not hold.
+            RuntimeSetupError: the two machines compute different bits.
+        """
+        reports = self._reports()
+        for report in reports:
+            report.raise_if_broken()
+        if len({report.fingerprint for report in reports}) > 1:
+            raise RuntimeSetupError(
+                "sampler and trainer run on machines that compute different bits: place both on "
+                "the same kind of processor with the same torch"
+            )
+        values = sum(check.values for report in reports for check in report.checks)
+        return f"attested: {values:,} float32 values, 0 differ, both sides agree"
+
+    def _reports(self) -> list[Any]:
+        return [self.rollout.attest(), self.trainer.attest()]
+
+    def sync_weights(self) -> bool:
+        """Publish the trainer's weights into the engine; whether the digests then agree."""
+        manifest, tensors = self.trainer.publish()
+        self.rollout.load_weights(manifest, tensors)
+        return self.rollout.weights_digest() == manifest.digest
+
+
+class _Remote:
+    """An actor whose methods wait for their results."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+
+    def __getattr__(self, name: str):
+        import ray
+
+        method = getattr(self._handle, name)
+        return lambda *args, **kwargs: _unwrapped(lambda: ray.get(method.remote(*args, **kwargs)))
+
+
+class _RemoteSides(Sides):
+    def _reports(self) -> list[Any]:
+        import ray
+
+        handles = self.rollout._handle, self.trainer._handle
+        return _unwrapped(lambda: ray.get([handle.attest.remote() for handle in handles]))
+
+    def sync_weights(self) -> bool:
+        """The tensors go from actor to actor through the object store, not through the driver."""
+        import ray
+
+        handles = self.trainer._handle, self.rollout._handle
+        manifest_ref, tensors_ref = handles[0].publish.options(num_returns=2).remote()
+        loaded = handles[1].load_weights.remote(manifest_ref, tensors_ref)
+        manifest = _unwrapped(lambda: ray.get([manifest_ref, loaded]))[0]
+        return self.rollout.weights_digest() == manifest.digest
+
+
+def _unwrapped(call):
+    """An error of an actor as itself, so that callers need not know where it ran."""
+    from ray.exceptions import RayTaskError
+
+    try:
+        return call()
+    except RayTaskError as error:
+        raise error.cause from error
+
+
+@contextmanager
+def start(config: RunConfig, model_folder: Path) -> Iterator[Sides]:
+    """Both sides, ready, with the model loaded.
+
+    Raises:
+        RuntimeSetupError: Ray lacks the resources, or an actor does not start.
+    """
+    if config.runtime == "inline":
+        if config.threads is not None:
+            import torch
+
+            torch.set_num_threads(config.threads)
+        yield Sides(
+            RolloutActor(model_folder, config.rollout), TrainerActor(model_folder, config.trainer)
+        )
+        return
+    with _cluster(config):
+        yield _actors(config, model_folder)
+
+
+@contextmanager
+def _cluster(config: RunConfig) -> Iterator[None]:
+    import ray
+
+    options: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR"}
+    options["runtime_env"] = _runtime_env(config.address)
+    if config.address is None and not in_submitted_job():
+        options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    try:
+        ray.init(address=config.address or os.environ.get("RAY_ADDRESS"), **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SettingError(
+            f"--address {config.address}: {' '.join(str(error).split())[:200]} "
+            "(start a cluster with `ray start --head`, or leave --address out)"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def in_submitted_job() -> bool:
+    """Whether this process was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def _runtime_env(address: str | None) -> dict[str, Any]:
+    """The driver's environment for the actors; the code too, for a cluster started elsewhere."""
+    variables = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+    environment: dict[str, Any] = {"env_vars": variables}
+    if in_submitted_job():
+        return environment
+    if address is None:
+        return environment | {"env_vars": variables | {"PYTHONPATH": _python_path()}}
+    return environment | {"working_dir": str(PROJECT), "excludes": EXCLUDES}
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH"))))
+
+
+def _actors(config: RunConfig, model_folder: Path) -> Sides:
+    import ray
+
+    from rollout.actor import remote_class as rollout_class
+    from trainer.actor import remote_class as trainer_class
+
+    gpus = _gpus_per_side(config)
+    _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
+    threads = config.threads or os.cpu_count() or 1
+    options = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
+    rollout = rollout_class(**options).remote(str(model_folder), config.rollout, threads)
+    trainer = trainer_class(**options).remote(str(model_folder), config.trainer, threads)
+    sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
+    try:
+        _unwrapped(lambda: ray.get([rollout.version.remote(), trainer.version.remote()]))
+    except ray.exceptions.RayActorError as error:
+        cause = getattr(error, "cause", None) or error
+        raise RuntimeSetupError(f"an actor did not start: {str(cause).splitlines()[-1]}") from error
+    return sides
+
+
+def _gpus_per_side(config: RunConfig) -> float:
+    """One GPU is shared by both sides; with two or more each has its own."""
+    import ray
+
+    if not config.device.startswith("cuda"):
+        return 0.0
+    return 1.0 if ray.cluster_resources().get("GPU", 0) >= 2 else 0.5
+
+
+def _require_resources(need: dict[str, float]) -> None:
+    """Fail in seconds where Ray would wait for ever.
+
+    Raises:
+        RuntimeSetupError: what is needed, what the cluster has, and what of it is free.
+    """
+    import ray
+
+    deadline = time.monotonic() + RESOURCE_SECONDS
+    while True:
+        free = ray.available_resources()
+        short = {name: n for name, n in need.items() if n and free.get(name, 0.0) < n}
+        if not short:
+            return
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.25)
+    have = ray.cluster_resources()
+    lines = [
+        f"{name}: needs {n:g}, the cluster has {have.get(name, 0.0):g}, free {free.get(name, 0.0):g}"
+        for name, n in short.items()
+    ]
+    raise RuntimeSetupError(
+        "; ".join(lines) + " (end other jobs, use --device cpu, add nodes, or --runtime inline)"
+    )

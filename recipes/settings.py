@@ -1,0 +1,221 @@
+"""What a run is: one frozen record, presets that return one, and the command line made from it.
+
+No torch here: `--help` has to answer at once.
+"""
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from rollout.config import EngineConfig
+from trainer.config import TrainerConfig
+
+EMBEDDED_MODEL = Path(__file__).parent / "tiny_model"
+GSM8K = "openai/gsm8k"
+INSTRUCTION = "Reason step by step, then write the final answer as a number after '####'."
+
+Mode = Literal["bitwise", "none", "tis", "mis"]
+
+
+class SettingError(ValueError):
+    """A setting that cannot work; the message names it and the mend."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on held-out problems, greedy and sampled at temperature 1.
+
+    problems: how many of the test split; 0 leaves evaluation out.
+    every: also after every so many steps; 0 is only before and after.
+    """
+
+    problems: int = 256
+    every: int = 0
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One GRPO run on GSM8K-like problems.
+
+    preset: tiny, smollm2-135m, qwen2.5-0.5b or qwen3-0.6b; the other settings start from it.
+    model: a Hugging Face folder, a GGUF file, or a hub name.
+    data: "embedded" (own word problems), a folder with train.jsonl and test.jsonl, or a hub name.
+    steps: batches of fresh completions.
+    seed: of the data order, the draws and nothing else.
+    out: folder of the run; None makes a new one under runs/.
+    mode: "bitwise" stops on any differing bit; none, tis and mis sample with torch's ordinary ops
+        and report the difference (none), or correct it (tis, mis), for comparison.
+    runtime: "ray" puts both sides into actors; "inline" runs them in this process, same bits.
+    address: a Ray cluster to join, such as "auto"; None starts one for the run.
+    resume: "off", "auto" (the last checkpoint of `out`, or of the newest run of this preset), or
+        a run's folder.
+    wandb: "disabled", "online" or "offline".
+    device: of both sides: "cpu", "cuda" or "auto" (cuda where there is one).
+    dtype: of both sides; None is bfloat16 on a GPU and float32 on a CPU.
+    dry_run: print the plan and stop.
+    instruction: added to each question.
+    prompts_per_step: groups in a batch.
+    group_size: completions of a prompt (G).
+    max_tokens: most tokens of a completion.
+    temperature: of the draws, above 0.
+    updates_per_batch: optimiser steps on one batch; all but the first see lag.
+    save_every: steps between checkpoints; the last step is always saved.
+    keep_checkpoints: older ones are removed.
+    threads: torch threads of each side on a CPU; None is all cores.
+    expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
+    """
+
+    preset: str = "tiny"
+    model: str = str(EMBEDDED_MODEL)
+    data: str = "embedded"
+    steps: int = 20
+    seed: int = 0
+    out: str | None = None
+    mode: Mode = "bitwise"
+    runtime: Literal["ray", "inline"] = "ray"
+    address: str | None = None
+    resume: str = "off"
+    wandb: Literal["disabled", "online", "offline"] = "disabled"
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dry_run: bool = False
+
+    instruction: str = ""
+    prompts_per_step: int = 16
+    group_size: int = 8
+    max_tokens: int = 64
+    temperature: float = 1.0
+    updates_per_batch: int = 1
+    save_every: int = 5
+    keep_checkpoints: int = 2
+    threads: int | None = None
+    expected_accuracy: float | None = None
+
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
+    rollout: EngineConfig = field(default_factory=EngineConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1}
+        least |= {"updates_per_batch": 1, "save_every": 1, "keep_checkpoints": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise SettingError(f"--{_flag(name)} is {getattr(self, name)}: use {bound} or more")
+        if self.threads is not None and self.threads < 1:
+            raise SettingError(f"--threads is {self.threads}: use 1 or more, or leave it out")
+        if self.evaluation.problems < 0 or self.evaluation.every < 0:
+            raise SettingError("--evaluation.problems and --evaluation.every: use 0 or more")
+        if not self.temperature > 0:
+            raise SettingError(
+                f"--temperature is {self.temperature}: training needs draws, use a number above 0"
+            )
+        if self.updates_per_batch > self.prompts_per_step * self.group_size:
+            raise SettingError("--updates-per-batch: use at most one for each completion")
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def gpu_present() -> bool:
+    """Whether an NVIDIA driver is loaded, found out without importing torch."""
+    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
+
+
+def tiny() -> RunConfig:
+    """The embedded model and problems: everything in minutes on a laptop."""
+    return RunConfig(
+        trainer=TrainerConfig(learning_rate=3e-4),
+        rollout=EngineConfig(max_sequences=256, max_batch_tokens=4096),
+        expected_accuracy=0.3,
+    )
+
+
+def _named(preset: str, model: str, **changes) -> RunConfig:
+    """GSM8K with a named model; a CPU gets a batch that it can hold out against."""
+    size = {"prompts_per_step": 32, "group_size": 16, "max_tokens": 512, "steps": 100}
+    if not gpu_present():
+        size = {"prompts_per_step": 4, "group_size": 4, "max_tokens": 128, "steps": 10}
+    config = RunConfig(
+        preset=preset,
+        model=model,
+        data=GSM8K,
+        instruction=INSTRUCTION,
+        evaluation=EvalConfig(problems=1319 if gpu_present() else 16),
+        trainer=TrainerConfig(learning_rate=1e-6, warmup_steps=5),
+        **size,
+    )
+    return replace(config, **changes)
+
+
+def smollm2_135m() -> RunConfig:
+    return _named(
+        "smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", expected_accuracy=0.004
+    )
+
+
+def qwen25_05b() -> RunConfig:
+    return _named("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", expected_accuracy=0.3)
+
+
+def qwen3_06b() -> RunConfig:
+    return _named("qwen3-0.6b", "Qwen/Qwen3-0.6B", expected_accuracy=0.4)
+
+
+PRESETS = {
+    "tiny": tiny,
+    "smollm2-135m": smollm2_135m,
+    "qwen2.5-0.5b": qwen25_05b,
+    "qwen3-0.6b": qwen3_06b,
+}
+
+
+def preset_of(name: str | None, model: str | None) -> RunConfig:
+    """Where settings start: the named preset; a named model; else by whether there is a GPU.
+
+    Raises:
+        SettingError: no such preset.
+    """
+    if name is not None and name not in PRESETS:
+        raise SettingError(f"--preset {name}: use one of {', '.join(PRESETS)}")
+    if name is None and model is not None:
+        return _named("custom", model)
+    return PRESETS[name or ("qwen3-0.6b" if gpu_present() else "tiny")]()
+
+
+def resolved(config: RunConfig) -> RunConfig:
+    """One value where two are bound to agree: device, dtype and mode reach both sides.
+
+    Raises:
+        SettingError: a side was given another value than the run.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if gpu_present() else "cpu"
+    dtype = config.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    for name, value in (("device", device), ("dtype", dtype), ("mode", config.mode)):
+        _refuse_other(config, name, value)
+    exact = config.mode == "bitwise" and config.rollout.exact
+    trainer = replace(
+        config.trainer,
+        device=device,
+        dtype=dtype,
+        mode=config.mode,
+        total_steps=config.trainer.total_steps or config.steps * config.updates_per_batch,
+        max_completion_tokens=config.trainer.max_completion_tokens or config.max_tokens,
+    )
+    rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact)
+    return replace(config, device=device, dtype=dtype, trainer=trainer, rollout=rollout)
+
+
+def _refuse_other(config: RunConfig, name: str, value: str) -> None:
+    """A side's own setting that neither is its default nor agrees with the run's."""
+    for side, record in (("rollout", config.rollout), ("trainer", config.trainer)):
+        given = getattr(record, name, value)
+        default = getattr(type(record), name, value)
+        if given not in (default, value):
+            raise SettingError(
+                f"--{side}.{name} is {given} and the run's {name} is {value}: "
+                f"use --{name}, which reaches both sides"
+            )

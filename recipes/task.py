@@ -1,0 +1,80 @@
+"""The task of a run: problems, prompts, decoding and rewards. No ray here."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from recipes.accuracy import Accuracy
+from recipes.data import Problems, load_problems, prompt_indices
+from recipes.gsm8k import correctness_reward, encode_prompts
+from recipes.models import check_lengths, load_tokenizer
+from recipes.rewards import RewardFunction, Rewards, compute_rewards
+from recipes.settings import RunConfig
+from rollout.request import Completion
+from shared_ops.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Task:
+    """Train and held-out problems with their prompts, and what a completion earns.
+
+    train_prompts, test_prompts: token ids, one list a problem.
+    reward_functions, reward_weights: as `recipes.rewards.compute_rewards` takes them.
+    """
+
+    tokenizer: Any
+    train: Problems
+    test: Problems | None
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    test_prompts: list[list[int]]
+    reward_functions: Sequence[RewardFunction] = (correctness_reward,)
+    reward_weights: Sequence[float] = (1.0,)
+    _prompts: dict[int, list[int]] = field(default_factory=dict)
+
+    def batch(self, config: RunConfig, step: int) -> tuple[list[int], list[list[int]]]:
+        """Rows and prompts of one step: a function of the seed and the step."""
+        rows = prompt_indices(config.seed, step, config.prompts_per_step, len(self.train))
+        missing = sorted({row for row in rows if row not in self._prompts})
+        questions = [self.train.questions[row] for row in missing]
+        self._prompts.update(zip(missing, self.encode(questions), strict=True))
+        return rows, [self._prompts[row] for row in rows]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Completion tokens as text, special tokens left out."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def rewards(self, rows: Sequence[int], groups: Sequence[Sequence[Completion]]) -> Rewards:
+        """Rewards of the completions in order, group after group."""
+        texts = [self.text(one.token_ids) for group in groups for one in group]
+        columns = self.train.columns(rows, repeat=len(groups[0]))
+        return compute_rewards(self.reward_functions, self.reward_weights, texts, columns)
+
+    def accuracy(self, groups: Sequence[Sequence[Completion]], strict: bool) -> Accuracy:
+        """Share of held-out problems that one completion each got right."""
+        assert self.test is not None
+        texts = [self.text(group[0].token_ids) for group in groups]
+        scores = correctness_reward(texts, list(self.test.answers), strict=strict)
+        return Accuracy(sum(score == 1.0 for score in scores), len(scores))
+
+
+def load_task(config: RunConfig, folder: Path) -> Task:
+    """Read data and tokenizer, and check that the prompts fit the model.
+
+    Raises:
+        DataError, HubError, SettingError: one line that names the setting.
+    """
+    tokenizer = load_tokenizer(folder)
+    encode = partial(
+        encode_prompts, tokenizer, instruction=config.instruction, enable_thinking=False
+    )
+    train = load_problems(config.data, "train")
+    test, test_prompts = None, []
+    if config.evaluation.problems:
+        test = load_problems(config.data, "test", limit=config.evaluation.problems)
+        test_prompts = encode(test.questions)
+    task = Task(tokenizer, train, test, encode, test_prompts)
+    _, first_prompts = task.batch(config, 0)
+    check_lengths(ModelConfig.from_folder(folder), first_prompts + test_prompts, config.max_tokens)
+    return task
