@@ -20,7 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shared_ops.attention.reference import KV_TILE
+from shared_ops.attention.reference import KV_TILE, tile_scores
 from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
 from shared_ops.model.config import ConfigError, ModelConfig
 from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
@@ -147,14 +147,14 @@ def _attention(prover: _Prover, width: int) -> None:
     left_BRK = {n: prover.random(batch, rows, n) for n in (width, KV_TILE)}
     k_BNE, v_BNE = prover.random(batch, KV_TILE, width), prover.random(batch, KV_TILE, width)
     products = {
-        "scores": (left_BRK[width], k_BNE.transpose(1, 2)),
-        "values": (left_BRK[KV_TILE], v_BNE),
+        "scores": (tile_scores, left_BRK[width], k_BNE),
+        "values": (torch.bmm, left_BRK[KV_TILE], v_BNE),
     }
     edges = list(pairwise(range(0, rows + 1, ATTENTION_ROWS)))
-    for name, (left, right) in products.items():
+    for name, (product, left, right) in products.items():
         with _threads(1):
             singles = [
-                torch.cat([torch.bmm(left[b : b + 1, i:j].contiguous(), right[b : b + 1])[0]])
+                product(left[b : b + 1, i:j].contiguous(), right[b : b + 1])[0]
                 for b in range(batch)
                 for i, j in edges
             ]
@@ -163,8 +163,8 @@ def _attention(prover: _Prover, width: int) -> None:
             f"attention {name}",
             f"head width {width}",
             torch.stack(singles).view(batch, rows, -1),
-            lambda left=left, right=right, spans=spans: [
-                (torch.bmm(left[:b, :r].contiguous(), right[:b]), (slice(0, b), slice(0, r)))
+            lambda product=product, left=left, right=right, spans=spans: [
+                (product(left[:b, :r].contiguous(), right[:b]), (slice(0, b), slice(0, r)))
                 for b, r in spans
             ],
         )

@@ -1,10 +1,11 @@
 """attention: causal softmax(q k^T / sqrt(E)) v with grouped KV heads.
 
-Contract: KV positions form tiles of `KV_TILE` from absolute position 0. A score is one float32
-product over E, times the scale. The row maximum has no order. p = exp(score - maximum); positions
-after the query's own have p = 0 exactly. Row sums and p @ v are taken inside each tile (one
-float32 accumulator) and added over tiles left to right; tiles of zeros change nothing. The output
-is the accumulated sum over the row sum, rounded once to the input's dtype.
+Contract: KV positions form tiles of `KV_TILE` from absolute position 0. A score is a float32
+product over E in blocks of C added left to right, times the scale. CPU: C = 128. CUDA: C = E. The
+row maximum has no order. p = exp(score - maximum); positions after the query's own have p = 0
+exactly. Row sums and p @ v are taken inside each tile (one float32 accumulator) and added over
+tiles left to right; tiles of zeros change nothing. The output is the accumulated sum over the row
+sum, rounded once to the input's dtype.
 A query row's bits depend on that row and on the keys and values at its own and earlier positions:
 not on batch mates, the number of query rows, chunking, paging or trailing tiles.
 
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.attention import reference
 
 
@@ -33,17 +35,22 @@ class PagedLayout(NamedTuple):
     page_table_BP: Tensor
 
 
+def _schedules(x: Tensor):
+    return cuda.kernels("attention", x) if x.is_cuda else reference
+
+
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_THE, k_TKE, v_TKE, starts):
-        o_THE, lse_TH = reference.packed_forward(q_THE, k_TKE, v_TKE, starts)
+        o_THE, lse_TH = _schedules(q_THE).packed_forward(q_THE, k_TKE, v_TKE, starts)
         ctx.save_for_backward(q_THE, k_TKE, v_TKE, o_THE, lse_TH)
         ctx.starts = starts
         return o_THE
 
     @staticmethod
     def backward(ctx, *grads):
-        return (*reference.packed_backward(grads[0], *ctx.saved_tensors, ctx.starts), None)
+        backward = _schedules(grads[0]).packed_backward
+        return (*backward(grads[0], *ctx.saved_tensors, ctx.starts), None)
 
 
 def packed_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: list[int]) -> Tensor:
@@ -86,4 +93,4 @@ def paged_attention(
     if layout.query_starts[-1] != q_THE.shape[0]:
         raise ValueError(f"paged_attention: query_starts must run from 0 to {q_THE.shape[0]}")
     with torch.no_grad():
-        return reference.paged_forward(q_THE, k_pages_PSKE, v_pages_PSKE, layout)
+        return _schedules(q_THE).paged_forward(q_THE, k_pages_PSKE, v_pages_PSKE, layout)
