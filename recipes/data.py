@@ -1,11 +1,12 @@
 """Questions with gold answers, from three sources, and the order in which training asks them."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from recipes import hub, wordproblems
 from recipes.answers import gold_number
@@ -37,7 +38,7 @@ class Problems:
         return len(self.questions)
 
     def columns(self, indices: Iterable[int], repeat: int = 1) -> dict[str, list[str]]:
-        """{"question", "answer"} of the rows, each `repeat` times in a row: a group of completions."""
+        """{"question", "answer"} of the rows, each row `repeat` times running (a group)."""
         rows = [index for index in indices for _ in range(repeat)]
         return {
             "question": [self.questions[row] for row in rows],
@@ -48,14 +49,16 @@ class Problems:
 def load_problems(source: str, split: str, limit: int | None = None) -> Problems:
     """The first `limit` problems of a split (all where None).
 
-    source: "embedded" (own word problems, no file), a folder with train.jsonl and test.jsonl, or the
-    name of a data set on the hub in GSM8K's form, such as openai/gsm8k.
+    source: "embedded" (own word problems, no file), a folder with train.jsonl and test.jsonl, or
+    the name of a data set on the hub in GSM8K's form, such as openai/gsm8k.
     Raises DataError (a row is named by file and line) or hub.HubError, in one line.
     """
     if split not in SPLITS:
         raise DataError(f"split: got {split!r}, use 'train' or 'test'")
     if limit is not None and limit <= 0:
-        raise DataError(f"--data {source}: the number of problems is {limit}, use 1 or more, or none")
+        raise DataError(
+            f"--data {source}: the number of problems is {limit}, use 1 or more, or none"
+        )
     if source == EMBEDDED:
         rows = _embedded(split, limit)
     elif Path(source).expanduser().is_dir():
@@ -111,17 +114,22 @@ def _take(rows: Iterator[tuple[str, dict]], limit: int | None) -> tuple[list[str
 def _checked(where: str, row: object) -> tuple[str, str]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: is no JSON object, use {{'question': ..., 'answer': ...}}")
-    question, answer = row.get("question"), row.get("answer")
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        answer = str(answer)
-    for name, text in (("question", question), ("answer", answer)):
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: has no {name!r} text, give every row one")
+    question, answer = (_text(where, row, name) for name in ("question", "answer"))
     if gold_number(answer) is None:
         raise DataError(
-            f"{where}: its answer has no gold number, end it with '#### NUMBER' or give a bare number"
+            f"{where}: its answer has no gold number, "
+            "end it with '#### NUMBER' or give a bare number"
         )
     return question, answer
+
+
+def _text(where: str, row: dict, name: str) -> str:
+    text = row.get(name)
+    if isinstance(text, int) and not isinstance(text, bool):
+        text = str(text)
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"{where}: has no {name!r} text, give every row one")
+    return text
 
 
 def _embedded(split: str, limit: int | None) -> Iterator[tuple[str, dict]]:
@@ -158,7 +166,7 @@ def _from_hub(name: str, split: str) -> Iterator[tuple[str, dict]]:
     import datasets
 
     try:
-        rows: Sequence[dict] = datasets.load_dataset(name, HUB_CONFIG, split=split)  # pyright: ignore
+        rows: Any = datasets.load_dataset(name, HUB_CONFIG, split=split)
     except Exception as error:
         raise hub.hub_error("data set", name, "--data", error) from error
     for number, row in enumerate(rows, 1):

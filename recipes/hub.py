@@ -32,7 +32,7 @@ def hub_reachable(seconds: float = PROBE_SECONDS) -> bool:
 
 
 def fetch_model(name: str, flag: str = "--model") -> Path:
-    """The folder of a model: `name` itself where it is one, else the hub's, from its cache or loaded.
+    """The folder of a model: `name` itself where it is one, else the hub's (cached or loaded).
 
     Raises HubError in one line, within seconds where the hub is out of reach.
     """
@@ -76,8 +76,8 @@ def hub_error(kind: str, name: str, flag: str, error: Exception) -> HubError:
     """One line that says what was asked of the hub, what it said, and which flags need no hub."""
     reason = " ".join(str(error).split())[:160]
     return HubError(
-        f"{flag} {name}: the hub gave no such {kind} ({type(error).__name__}: {reason}); without a hub "
-        "use local paths, --data FOLDER (train.jsonl, test.jsonl) and --model FOLDER"
+        f"{flag} {name}: the hub gave no such {kind} ({type(error).__name__}: {reason}); "
+        "without a hub use local paths, --data FOLDER (train.jsonl, test.jsonl) and --model FOLDER"
     )
 
 

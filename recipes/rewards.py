@@ -1,7 +1,8 @@
 """Calls reward functions and combines what they return; nothing here knows about any one task.
 
-A reward function is a plain `f(completions, **columns) -> list[float | None]`: completions are texts,
-each column is a list of the same length. None means "no judgement": that completion has no total.
+A reward function is a plain `f(completions, **columns) -> list[float | None]`: completions are
+texts, each column is a list of the same length. None means "no judgement": that completion has no
+total.
 
 No timeout by signal: SIGALRM works on the main thread alone, and elsewhere turns every reward to 0.
 """
@@ -9,7 +10,6 @@ No timeout by signal: SIGALRM works on the main thread alone, and elsewhere turn
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -44,8 +44,8 @@ def compute_rewards(
     """Calls each function once with all completions and sums their rewards times the weights.
 
     Raises RewardError, in one line that names the function, where one raises, returns another
-    number of rewards than there are completions, or returns NaN, an infinity or no number; and where
-    weights or columns do not fit.
+    number of rewards than there are completions, or returns NaN, an infinity or no number; and
+    where weights or columns do not fit.
     """
     _check_arguments(functions, weights, completions, columns)
     by_function = {
