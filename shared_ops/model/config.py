@@ -21,6 +21,14 @@ ROPE_NUMBERS = (
     "mscale_all_dim",
     "truncate",
 )
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -129,6 +137,21 @@ def _refuse_variants(raw: dict[str, Any], where: Path) -> None:
             )
 
 
+def _require_sizes(raw: dict[str, Any], where: Path) -> None:
+    optional = [n for n in ("num_key_value_heads", "head_dim") if raw.get(n) is not None]
+    for name in (*SIZES, *optional):
+        if not isinstance(raw[name], int) or raw[name] < 1:
+            raise ConfigError(
+                f"{where}: config.json sets {name} to {raw[name]!r}: use a whole number above 0"
+            )
+    heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads")
+    if kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{where}: config.json sets num_attention_heads to {heads}, which is no multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
+
+
 def _rope(raw: dict[str, Any], where: Path) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before)."""
     values = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
@@ -165,6 +188,7 @@ def _parse(raw: dict[str, Any], folder: Path) -> ModelConfig:
             f"{folder}: architecture {family!r} is not supported: supported are {sorted(FAMILIES)}"
         )
     try:
+        _require_sizes(raw, folder)
         _refuse_variants(raw, folder)
         heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
         return ModelConfig(

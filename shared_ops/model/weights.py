@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shared_ops.model.config import ConfigError, ModelConfig
+from shared_ops.model.config import ConfigError, ModelConfig, read_json
 
 TEXT_FILES = (".json", ".jinja", ".model", ".txt")
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -211,13 +212,25 @@ def make_manifest(version: int, tensors: dict[str, Tensor]) -> Manifest:
     return Manifest(version, names, shapes, dtypes, digest_of(tensors))
 
 
+@contextmanager
+def _reader(path: Path):
+    try:
+        with safe_open(path, framework="pt") as reader:
+            yield reader
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read the weights in {str(path)!r}: {error}") from None
+
+
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> file, from the index of a sharded folder or its single file."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+        names = read_json(folder, index.name).get("weight_map")
+        if not isinstance(names, dict):
+            raise ConfigError(f"{str(index)!r} has no weight_map: download the folder again")
+        files = {name: folder / file for name, file in names.items()}
     elif (folder / "model.safetensors").exists():
-        with safe_open(folder / "model.safetensors", framework="pt") as reader:
+        with _reader(folder / "model.safetensors") as reader:
             files = dict.fromkeys(reader.keys(), folder / "model.safetensors")
     else:
         raise ConfigError(
@@ -243,12 +256,9 @@ def load_folder(
     weights = Weights(config, dtype, device)
     views = weights.views()
     tensors: dict[str, Tensor] = {}
-    try:
-        for path in sorted(set(files.values())):
-            with safe_open(path, framework="pt") as reader:
-                tensors |= {n: reader.get_tensor(n) for n in reader.keys() if n in views}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read the weights in {str(folder)!r}: {error}") from None
+    for path in sorted(set(files.values())):
+        with _reader(path) as reader:
+            tensors |= {n: reader.get_tensor(n) for n in reader.keys() if n in views}  # noqa: SIM118
     unused = {n: torch.empty(0) for n in files.keys() - views.keys() if "rotary_emb" not in n}
     weights.copy_from(tensors | unused)
     return weights
@@ -257,7 +267,8 @@ def load_folder(
 def save_folder(path: str | Path, weights: Weights, source_folder: str | Path) -> None:
     """Write a Hugging Face folder: weights here, config and tokenizer files from the source.
 
-    The folder appears whole or not at all; an existing one is replaced.
+    config.json names the dtype of the weights, as transformers casts what it loads to it. The
+    folder appears whole or not at all; an existing one is replaced, and kept until then.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -266,12 +277,21 @@ def save_folder(path: str | Path, weights: Weights, source_folder: str | Path) -
         for source in Path(source_folder).iterdir():
             if source.suffix in TEXT_FILES and not source.name.endswith(".index.json"):
                 shutil.copy2(source, temporary / source.name)
+        _record_dtype(temporary / "config.json", _dtype_name(weights.embed_VD))
         tensors = {name: view.cpu().contiguous() for name, view in weights.views().items()}
         save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
         temporary.chmod(0o755)
+        replaced = temporary.with_name(f"{temporary.name}.replaced")
         if path.exists():
-            shutil.rmtree(path)
+            os.replace(path, replaced)
         os.replace(temporary, path)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _record_dtype(path: Path, dtype: str) -> None:
+    raw = read_json(path.parent, path.name)
+    raw.pop("torch_dtype", None)
+    path.write_text(json.dumps(raw | {"dtype": dtype}, indent=2) + "\n")
