@@ -14,6 +14,10 @@ INSTRUCTION = "Reason step by step, then write the final answer as a number afte
 BOXED_INSTRUCTION = r"Reason step by step, then write the final answer as a number in \boxed{}."
 
 
+class TaskError(ValueError):
+    """A gold answer without a number, or a tokenizer that makes no proper prompt."""
+
+
 def correctness_reward(
     completions: list[str], answer: list[str], strict: bool = True, **columns: Any
 ) -> list[float | None]:
@@ -21,7 +25,7 @@ def correctness_reward(
 
     answer: per completion a GSM8K answer text (its number follows `####`) or a bare number.
     strict: only a number after the last `####` counts; else, without one, the last number does.
-    Raises ValueError, naming the row, for a gold answer without a number.
+    Raises TaskError, naming the row, for a gold answer without a number.
     """
     return _score(strict_answer if strict else lenient_answer, completions, answer)
 
@@ -50,7 +54,7 @@ def encode_prompts(
     tokenizer: one of transformers. With a chat template the question (and instruction) is a user's
     turn and the template makes the tokens; without one, a plain `Question: ... Answer:` text does,
     and `say` is told so once. template_options go to the template, such as enable_thinking=False.
-    Raises ValueError where the template fails, or a prompt is empty or begins with two BOS tokens.
+    Raises TaskError where the template fails, or a prompt is empty or begins with two BOS tokens.
     """
     if getattr(tokenizer, "chat_template", None):
         prompts = [
@@ -70,7 +74,7 @@ def _score(
     read: Callable[[str], Decimal | None], completions: Sequence[str], answer: Sequence[str]
 ) -> list[float | None]:
     if len(answer) != len(completions):
-        raise ValueError(
+        raise TaskError(
             f"answer: has {len(answer)} rows for {len(completions)} completions, give one each"
         )
     golds = [_gold(row, text) for row, text in enumerate(answer)]
@@ -83,7 +87,7 @@ def _score(
 def _gold(row: int, answer: str) -> Decimal:
     number = gold_number(str(answer))
     if number is None:
-        raise ValueError(
+        raise TaskError(
             f"answer: row {row} has no gold number, end it with '#### NUMBER' or give a bare number"
         )
     return number
@@ -104,12 +108,12 @@ def _from_template(tokenizer: Any, text: str, options: dict[str, Any]) -> list[i
         )
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"--model: its chat template fails on a user's turn ({reason})") from error
+        raise TaskError(f"--model: its chat template fails on a user's turn ({reason})") from error
 
 
 def _checked(tokenizer: Any, prompt: list[int]) -> list[int]:
     if not prompt:
-        raise ValueError("--model: its tokenizer turns a question into no tokens, check its files")
+        raise TaskError("--model: its tokenizer turns a question into no tokens, check its files")
     if tokenizer.bos_token_id is not None and prompt[:2] == [tokenizer.bos_token_id] * 2:
-        raise ValueError("--model: its chat template begins a prompt with two BOS tokens, mend it")
+        raise TaskError("--model: its chat template begins a prompt with two BOS tokens, mend it")
     return prompt
