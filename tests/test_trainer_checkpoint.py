@@ -117,6 +117,7 @@ def test_the_last_and_the_protected_are_kept(folder, tmp_path):
     for step in (8, 9, 10, 11):
         trainer.steps = step
         trainer.save(tmp_path / f"step-{step}")
+    (tmp_path / ".step-12.partial-killed").mkdir()
     keep_last(tmp_path, 2, protected=[tmp_path / "step-8"])
     assert {path.name for path in tmp_path.iterdir()} == {"step-8", "step-10", "step-11"}
     with pytest.raises(ValueError, match="at least 1"):

@@ -150,11 +150,15 @@ def find_latest(folder: str | Path) -> Path | None:
 def keep_last(folder: str | Path, count: int, protected: Iterable[str | Path] = ()) -> None:
     """Delete all checkpoints in `folder` but the `count` with the most steps and the protected.
 
+    What killed writers left is deleted too, so call it from the one that writes.
+
     Raises:
         ValueError: count is below 1.
     """
     if count < 1:
         raise ValueError(f"checkpoints to keep is {count}; it must be at least 1")
+    for stale in Path(folder).glob(".*.partial-*"):
+        shutil.rmtree(stale, ignore_errors=True)
     spared = {Path(path).resolve() for path in protected}
     for path in _by_step(folder)[:-count]:
         if path.resolve() not in spared:
