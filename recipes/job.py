@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from recipes.accuracy import Accuracy
@@ -30,7 +31,6 @@ class Job:
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
         self.config, self.folder, self.task, self.sides = config, folder, task, sides
         self.before: dict[str, Accuracy] = {}
-        self.compared = self.differing = 0
 
     def begin(self) -> int:
         """Load the last checkpoint of a resumed run, align both sides, evaluate; the first step.
@@ -52,7 +52,6 @@ class Job:
         self.sync_weights()
         if step:
             self.before = {kind: Accuracy(*pair) for kind, pair in extra["before"].items()}
-            self.compared, self.differing = extra["compared"], extra["differing"]
             self.log.say(f"resumed: step {step + 1} of {self.config.steps} comes next")
         else:
             self.before = self._evaluate("before", step)
@@ -114,10 +113,7 @@ class Job:
             if count > 1:
                 batch = self.sides.trainer.with_old_logprobs(batch)
             edges = [len(batch) * i // count for i in range(count + 1)]
-            return [
-                self.sides.trainer.step(batch[first:last])
-                for first, last in zip(edges, edges[1:], strict=False)
-            ]
+            return [self.sides.trainer.step(batch[first:last]) for first, last in pairwise(edges)]
         except ParityError as error:
             raise self._explained(error, batch) from error
 
@@ -138,8 +134,6 @@ class Job:
     ) -> None:
         """Write the step's line, its completions, and the console's line."""
         tokens = [len(sample.completion_ids) for sample in samples]
-        self.compared += sum(s.tokens_compared for s in stats)
-        self.differing += sum(s.tokens_differing for s in stats)
         metrics = {
             **_over_updates(stats),
             "parity/weights_equal": 1,
@@ -189,7 +183,6 @@ class Job:
         if done % config.save_every == 0 or done == config.steps:
             before = {k: (a.correct, a.total) for k, a in self.before.items()}
             extra = {"next_step": done, "before": before}
-            extra |= {"compared": self.compared, "differing": self.differing}
             path = self.folder.checkpoints / f"step-{done:06d}"
             self.sides.trainer.save(str(path), extra)
             keep_last(self.folder.checkpoints, config.keep_checkpoints)
@@ -200,15 +193,12 @@ class Job:
     def end(self) -> dict[str, str]:
         """Evaluate, and close the log with its table and picture; the paths of all files."""
         after = self._evaluate("after", self.config.steps)
-        summary: dict[str, Any] = {
-            "tokens compared": f"{self.compared:,}",
-            "tokens differing": f"{self.differing:,}",
-        }
+        summary: dict[str, Any] = {}
         for kind, accuracy in after.items():
             name = kind.replace("_", ", ")
             summary[f"{name} accuracy"] = f"{self.before[kind]}  ->  {accuracy}"
-        paths = self.log.finish(summary)
-        return paths | {"checkpoints": str(self.folder.checkpoints)}
+        self.log.say(f"checkpoints  {self.folder.checkpoints}")
+        return self.log.finish(summary) | {"checkpoints": str(self.folder.checkpoints)}
 
 
 def _lengths(samples: Sequence[TrainSample], tokens: Sequence[int]) -> dict[str, float]:

@@ -4,16 +4,20 @@ from pathlib import Path
 from typing import Any
 
 from recipes.hub import fetch_model
-from recipes.settings import SettingError
+from recipes.settings import EMBEDDED, SettingError
 from shared_ops.model.config import ModelConfig
+
+EMBEDDED_MODEL = Path(__file__).resolve().parent / "tiny_model"
 
 
 def local_folder(model: str, cache: Path) -> Path:
-    """The folder to load: `model` itself, a GGUF file converted once into `cache`, or the hub's.
+    """The folder to load: our own, `model` itself, a GGUF file converted into `cache`, the hub's.
 
     Raises:
         ConfigError, HubError: one line that names --model and the mend.
     """
+    if model == EMBEDDED:
+        return EMBEDDED_MODEL
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         from shared_ops.model.gguf import convert
@@ -35,7 +39,9 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise SettingError(f"--model {folder}: its tokenizer cannot be loaded ({reason})") from error
+        raise SettingError(
+            f"--model {folder}: its tokenizer cannot be loaded ({reason})"
+        ) from error
 
 
 def check_lengths(config: ModelConfig, prompts: list[list[int]], max_tokens: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from recipes.settings import RunConfig, SettingError
 from rollout.actor import RolloutActor
+from shared_ops.model.config import ModelConfig
 from trainer.actor import TrainerActor
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -16,6 +17,7 @@ EXCLUDES = [".git", ".venv", "runs", "wandb", "tests", "benchmarks", "**/__pycac
 FORWARDED = ("HF_", "WANDB_", "TRITON_", "CUDA_", "CUBLAS", "NCCL_", "OMP_", "MKL_", "ZEROKL_")
 RESOURCE_SECONDS = 8.0
 CPUS_PER_SIDE = 0.5
+SMALL_MODEL = 20_000_000
 
 
 class RuntimeSetupError(RuntimeError):
@@ -105,16 +107,20 @@ def start(config: RunConfig, model_folder: Path) -> Iterator[Sides]:
         RuntimeSetupError: Ray lacks the resources, or an actor does not start.
     """
     if config.runtime == "inline":
-        if config.threads is not None:
-            import torch
-
-            torch.set_num_threads(config.threads)
+        threads = _threads(config, model_folder)
         yield Sides(
-            RolloutActor(model_folder, config.rollout), TrainerActor(model_folder, config.trainer)
+            RolloutActor(model_folder, config.rollout, threads),
+            TrainerActor(model_folder, config.trainer, threads),
         )
         return
     with _cluster(config):
         yield _actors(config, model_folder)
+
+
+def _threads(config: RunConfig, model_folder: Path) -> int:
+    """torch threads of each side; a small model's ops are too short to share between threads."""
+    small = ModelConfig.from_folder(model_folder).num_parameters < SMALL_MODEL
+    return config.threads or (1 if small else os.cpu_count() or 1)
 
 
 @contextmanager
@@ -145,7 +151,8 @@ def in_submitted_job() -> bool:
 
 def _runtime_env(address: str | None) -> dict[str, Any]:
     """The driver's environment for the actors; the code too, for a cluster started elsewhere."""
-    variables = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
+    waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
+    variables = waiting | {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
     environment: dict[str, Any] = {"env_vars": variables}
     if in_submitted_job():
         return environment
@@ -166,7 +173,7 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
 
     gpus = _gpus_per_side(config)
     _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
-    threads = config.threads or os.cpu_count() or 1
+    threads = _threads(config, model_folder)
     options = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
     rollout = rollout_class(**options).remote(str(model_folder), config.rollout, threads)
     trainer = trainer_class(**options).remote(str(model_folder), config.trainer, threads)

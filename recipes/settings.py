@@ -5,13 +5,12 @@ No torch here: `--help` has to answer at once.
 
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 from rollout.config import EngineConfig
 from trainer.config import TrainerConfig
 
-EMBEDDED_MODEL = Path(__file__).parent / "tiny_model"
+EMBEDDED = "embedded"
 GSM8K = "openai/gsm8k"
 INSTRUCTION = "Reason step by step, then write the final answer as a number after '####'."
 
@@ -39,7 +38,8 @@ class RunConfig:
     """One GRPO run on GSM8K-like problems.
 
     preset: tiny, smollm2-135m, qwen2.5-0.5b or qwen3-0.6b; the other settings start from it.
-    model: a Hugging Face folder, a GGUF file, or a hub name.
+    model: "embedded" (the project's own tiny one), a Hugging Face folder, a GGUF file, or a hub
+        name.
     data: "embedded" (own word problems), a folder with train.jsonl and test.jsonl, or a hub name.
     steps: batches of fresh completions.
     seed: of the data order, the draws and nothing else.
@@ -62,13 +62,14 @@ class RunConfig:
     updates_per_batch: optimiser steps on one batch; all but the first see lag.
     save_every: steps between checkpoints; the last step is always saved.
     keep_checkpoints: older ones are removed.
-    threads: torch threads of each side on a CPU; None is all cores.
+    threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
+        cores.
     expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
     """
 
     preset: str = "tiny"
-    model: str = str(EMBEDDED_MODEL)
-    data: str = "embedded"
+    model: str = EMBEDDED
+    data: str = EMBEDDED
     steps: int = 20
     seed: int = 0
     out: str | None = None
@@ -150,9 +151,7 @@ def _named(preset: str, model: str, **changes) -> RunConfig:
 
 
 def smollm2_135m() -> RunConfig:
-    return _named(
-        "smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", expected_accuracy=0.004
-    )
+    return _named("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", expected_accuracy=0.004)
 
 
 def qwen25_05b() -> RunConfig:

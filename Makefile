@@ -1,0 +1,18 @@
+PYTHON ?= .venv/bin/python
+
+.PHONY: setup run check test parity bench
+
+setup: ; python3 bootstrap.py test --collect-only -q > /dev/null
+
+run: ; python3 bootstrap.py run
+
+check:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright
+
+test: ; python3 bootstrap.py test
+
+parity: ; $(PYTHON) -m pytest -q tests/test_contracts.py tests/test_parity_chain.py tests/test_engine_bits.py
+
+bench: ; $(PYTHON) -m benchmarks.bench_main_job
