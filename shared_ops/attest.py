@@ -6,15 +6,16 @@ float32 on random data, before the first token. It also returns a fingerprint of
 sampler and a trainer whose fingerprints differ do not compute the same function (two kinds of
 processor in one cluster, say), and must not start.
 
-`python -m shared_ops.attest FOLDER` prints the table.
+`python -m shared_ops.attest FOLDER [--device cuda --dtype bfloat16]` prints the table. What is
+checked on a GPU is in `attest_cuda.py`.
 """
 
+import argparse
 import hashlib
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -22,44 +23,12 @@ from torch import Tensor
 
 from shared_ops.attention.reference import KV_TILE, tile_scores
 from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
-from shared_ops.model.config import ConfigError, ModelConfig
+from shared_ops.attest_report import AttestationError, Check, Report, product_shapes
+from shared_ops.model.config import ModelConfig
 from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
 
 ROW_COUNTS = (1, 3, 16, 17, 80, 144)
 CHECK_LIMIT = 1 << 20
-
-
-class AttestationError(RuntimeError):
-    """A contract does not hold on this machine; the message names the op and the shape."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One verified fact: which op, at which shape, how many float32 values were compared."""
-
-    op: str
-    shape: str
-    values: int
-    differing: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """All checks of one model shape, and a digest of the values they produced."""
-
-    checks: tuple[Check, ...]
-    fingerprint: str
-    seconds: float
-
-    def raise_if_broken(self) -> None:
-        """Raise AttestationError for the first check with differing values."""
-        for check in self.checks:
-            if check.differing:
-                raise AttestationError(
-                    f"{check.op} {check.shape}: {check.differing} of {check.values} values change "
-                    "with batch size or threads here: set OMP_NUM_THREADS=1, or report this "
-                    "processor and torch version"
-                )
 
 
 @contextmanager
@@ -170,30 +139,28 @@ def _attention(prover: _Prover, width: int) -> None:
         )
 
 
-def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(K, N) of every product of a decoder, each once."""
-    heads = config.num_heads + 2 * config.num_kv_heads
-    return sorted(
-        {
-            (config.hidden_size, heads * config.head_dim),
-            (config.num_heads * config.head_dim, config.hidden_size),
-            (config.hidden_size, 2 * config.intermediate_size),
-            (config.intermediate_size, config.hidden_size),
-            (config.hidden_size, config.vocab_size),
-        }
-    )
-
-
-def attest(config: ModelConfig, seed: int = 0) -> Report:
-    """Check every fact that a decoder of this shape relies on, on the CPU.
+def attest(
+    config: ModelConfig, seed: int = 0, device: str = "cpu", dtype: str = "float32"
+) -> Report:
+    """Check every fact that a decoder of this shape relies on, on the device in use.
 
     Args:
         config: the model's shape.
         seed: of the random data; both sides of a run must use the same one.
+        device: "cpu" or "cuda" (the current one).
+        dtype: on CUDA, of weights and activations; a CPU computes in float32 whatever it is.
 
     Returns:
         The checks and their fingerprint; call `raise_if_broken` on it.
+
+    Raises:
+        DeviceError: the GPU is too old, or triton is missing or too old.
+        AttestationError: on CUDA, the plain schedule of an op is not reproducible.
     """
+    if torch.device(device).type == "cuda":
+        from shared_ops.attest_cuda import attest_cuda
+
+        return attest_cuda(config, getattr(torch, dtype), seed)
     start = time.perf_counter()
     prover = _Prover(seed)
     for width, outputs in product_shapes(config):
@@ -211,17 +178,20 @@ def attest(config: ModelConfig, seed: int = 0) -> Report:
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m shared_ops.attest FOLDER", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m shared_ops.attest")
+    parser.add_argument("model", help="a Hugging Face folder")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"))
+    options = parser.parse_args(arguments)
+    dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     try:
-        report = attest(ModelConfig.from_folder(arguments[0]))
-    except ConfigError as error:
+        report = attest(ModelConfig.from_folder(options.model), 0, options.device, dtype)
+    except (ValueError, AttestationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{'op':<18} {'shape':<18} {'values':>12} {'differing':>10}")
-    for check in report.checks:
-        print(f"{check.op:<18} {check.shape:<18} {check.values:>12,} {check.differing:>10,}")
+    print(f"{'op':<32} {'shape':<24} {'values':>14} {'differing':>10}")
+    for check in (*report.checks, *report.dropped):
+        print(f"{check.op:<32} {check.shape:<24} {check.values:>14,} {check.differing:>10,}")
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {report.seconds:.2f} s")
     print(f"fingerprint {report.fingerprint}")
     return int(any(check.differing for check in report.checks))

@@ -7,7 +7,12 @@ in float32, without atomics.
 import torch
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.embedding import reference
+
+
+def _schedules(x: Tensor):
+    return cuda.kernels("embedding", x) if x.is_cuda else reference
 
 
 class _Embedding(torch.autograd.Function):
@@ -15,11 +20,12 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, token_ids_T, w_VD):
         ctx.save_for_backward(token_ids_T)
         ctx.rows, ctx.dtype = w_VD.shape[0], w_VD.dtype
-        return reference.forward(token_ids_T, w_VD)
+        return _schedules(w_VD).forward(token_ids_T, w_VD)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None, reference.backward(grads[0], *ctx.saved_tensors, ctx.rows).to(ctx.dtype)
+        dw_VD = _schedules(grads[0]).backward(grads[0], *ctx.saved_tensors, ctx.rows)
+        return None, dw_VD.to(ctx.dtype)
 
 
 def embedding(token_ids_T: Tensor, w_VD: Tensor) -> Tensor:

@@ -14,7 +14,12 @@ Backward: logits are recomputed per row block; sums over tokens run in increasin
 import torch
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.logprob import reference
+
+
+def _schedules(x: Tensor):
+    return cuda.kernels("logprob", x) if x.is_cuda else reference
 
 
 def scaled_logits(
@@ -28,7 +33,7 @@ def scaled_logits(
         temperature_B: [B] float32, above 0.
         vocab_limit: number of vocabulary rows that a token may come from, 1..V.
     """
-    return reference.scaled_logits(hidden_BD, head_VD, temperature_B, vocab_limit)
+    return _schedules(hidden_BD).scaled_logits(hidden_BD, head_VD, temperature_B, vocab_limit)
 
 
 def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
@@ -38,23 +43,23 @@ def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
         logits_BV: [B, V] float32, as `scaled_logits` returns.
         tokens_B: [B] int64.
     """
-    return reference.select_logprobs(logits_BV, tokens_B)
+    return _schedules(logits_BV).select_logprobs(logits_BV, tokens_B)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, vocab_limit):
-        logprobs_T, entropy_T = reference.token_logprobs(
+        logprobs_T, entropy_T, saved_2T = _schedules(hidden_TD).token_logprobs(
             hidden_TD, head_VD, targets_T, temperature_T, vocab_limit
         )
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T, saved_2T)
         ctx.vocab_limit = vocab_limit
         ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx, *grads):
-        dhidden_TD, dhead_VD = reference.token_logprobs_backward(
+        dhidden_TD, dhead_VD = _schedules(grads[0]).token_logprobs_backward(
             grads[0], *ctx.saved_tensors, ctx.vocab_limit
         )
         return dhidden_TD, dhead_VD, None, None, None

@@ -33,13 +33,14 @@ def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
 
 
 def token_logprobs(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit: int):
+    """Log probabilities, entropies, and nothing that the backward needs."""
     logprobs_T = torch.empty(len(targets_T), dtype=torch.float32, device=hidden_TD.device)
     entropy_T = torch.empty_like(logprobs_T)
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         logprobs_T[rows] = select_logprobs(logits_BV, targets_T[rows])
         entropy_T[rows] = _entropy(logits_BV)
-    return logprobs_T, entropy_T
+    return logprobs_T, entropy_T, None
 
 
 def _entropy(logits_BV: Tensor) -> Tensor:
@@ -49,7 +50,9 @@ def _entropy(logits_BV: Tensor) -> Tensor:
     return (torch.log(sum_B1) - weighted_B1 / sum_B1).squeeze(1)
 
 
-def token_logprobs_backward(grad_T, hidden_TD, head_VD, targets_T, temperature_T, vocab_limit):
+def token_logprobs_backward(
+    grad_T, hidden_TD, head_VD, targets_T, temperature_T, _saved, vocab_limit: int
+):
     """d logprob / d logits = (onehot - softmax) / temperature."""
     dhidden_TD = torch.empty_like(hidden_TD)
     dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)

@@ -10,19 +10,23 @@ Backward: the rotation by the opposite angle.
 import torch
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.rope import reference
+
+
+def _schedules(x: Tensor):
+    return cuda.kernels("rope", x) if x.is_cuda else reference
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_THE, cos_TR, sin_TR):
         ctx.save_for_backward(cos_TR, sin_TR)
-        return reference.forward(x_THE, cos_TR, sin_TR)
+        return _schedules(x_THE).forward(x_THE, cos_TR, sin_TR)
 
     @staticmethod
     def backward(ctx, *grads):
-        cos_TR, sin_TR = ctx.saved_tensors
-        return reference.forward(grads[0], cos_TR, -sin_TR), None, None
+        return _schedules(grads[0]).backward(grads[0], *ctx.saved_tensors), None, None
 
 
 def rope(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

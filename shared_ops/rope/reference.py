@@ -15,3 +15,7 @@ def forward(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         dim=-1,
     )
     return rotated_THE.to(x_THE.dtype)
+
+
+def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    return forward(dy_THE, cos_TR, -sin_TR)

@@ -9,7 +9,12 @@ the vocabulary cannot change the token.
 
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.sample import reference
+
+
+def _schedules(x: Tensor):
+    return cuda.kernels("sample", x) if x.is_cuda else reference
 
 
 def draw(logits_BV: Tensor, keys_B2: Tensor, positions_B: Tensor) -> Tensor:
@@ -23,9 +28,9 @@ def draw(logits_BV: Tensor, keys_B2: Tensor, positions_B: Tensor) -> Tensor:
     Returns:
         [B] int64.
     """
-    return reference.draw(logits_BV, keys_B2, positions_B)
+    return _schedules(logits_BV).draw(logits_BV, keys_B2, positions_B)
 
 
 def greedy(logits_BV: Tensor) -> Tensor:
     """[B] int64: each row's largest logit, the lowest index on ties."""
-    return reference.first_argmax(logits_BV)
+    return _schedules(logits_BV).first_argmax(logits_BV)

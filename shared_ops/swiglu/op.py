@@ -8,18 +8,23 @@ element other bits in a vector's tail than in its body.
 import torch
 from torch import Tensor
 
+from shared_ops import cuda
 from shared_ops.swiglu import reference
+
+
+def _schedules(x: Tensor):
+    return cuda.kernels("swiglu", x) if x.is_cuda else reference
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_up_T2F):
         ctx.save_for_backward(gate_up_T2F)
-        return reference.forward(gate_up_T2F)
+        return _schedules(gate_up_T2F).forward(gate_up_T2F)
 
     @staticmethod
     def backward(ctx, *grads):
-        return reference.backward(grads[0], *ctx.saved_tensors)
+        return _schedules(grads[0]).backward(grads[0], *ctx.saved_tensors)
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:

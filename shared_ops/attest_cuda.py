@@ -1,0 +1,336 @@
+"""Proof, on the GPU in use, that every schedule that may be chosen obeys its contract.
+
+Everything is compared bit for bit in float32 with the plain schedule, at odd sizes too. Library
+products that round to bfloat16 or float16 are given operands whose exact product is 0, so that
+what is left is the order of the sum itself and rounding hides nothing.
+
+A schedule that differs is dropped: `shared_ops.products` is told to avoid it. If the plain schedule
+itself is not reproducible, nothing can be proved and the run must not start.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shared_ops.attest_report import AttestationError, Check, Report, product_shapes
+from shared_ops.cuda import require_device, require_triton
+from shared_ops.model.config import ModelConfig
+
+MANY_ROWS = 1600
+ODD_ROWS = (1, 15, 17, 33, 65, 129, 257, 600)
+LIBRARY_COUNTS = (*range(1, 321), *range(321, 640, 16), 640, 777, 1024, 1279, 1536, 1600)
+SPARSE_COUNTS = (513, 640, 777, 1024, 1279, 1536, 1600)
+VALUES = 1_000_000
+
+
+def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype, seed: int):
+    """x [rows, depth] and w [columns, depth] on the GPU with x w^T = 0 in exact arithmetic.
+
+    The second half of K repeats the first in another order with the sign turned, so every value of
+    a computed product is the rounding of its own order of summation.
+    """
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    x_MH, w_NH = random(rows, depth // 2), random(columns, depth // 2)
+    order_H = torch.randperm(depth // 2, generator=generator, device="cuda")
+    rest_M, rest_N = (
+        torch.zeros(n, depth % 2, device="cuda", dtype=dtype) for n in (rows, columns)
+    )
+    x_MK = torch.cat((x_MH, x_MH[:, order_H], rest_M), 1)
+    return x_MK, torch.cat((w_NH, -w_NH[:, order_H], rest_N), 1)
+
+
+class _Prover:
+    def __init__(self, seed: int):
+        self.generator = torch.Generator("cuda").manual_seed(seed)
+        self.seed = seed
+        self.checks: list[Check] = []
+        self.dropped: list[Check] = []
+        self.digest = hashlib.sha256()
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device="cuda").to(dtype)
+
+    def count(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, list[int]]:
+        """Values compared, and how many differ (or are NaN) in each pair of equal shape."""
+        values, differing = 0, []
+        for got, wanted in pairs:
+            values += got.numel()
+            differing.append((got != wanted).sum())
+        return values, torch.stack(differing).tolist()
+
+    def plain(self, op: str, shape: str, wanted: Tensor, pairs: Callable[[], list]) -> None:
+        """The plain schedule against itself; also what the fingerprint is made of."""
+        values, differing = self.count(pairs())
+        self.digest.update(wanted[:64].float().cpu().contiguous().numpy().tobytes())
+        self.checks.append(Check(op, shape, values, sum(differing)))
+        if sum(differing):
+            raise AttestationError(
+                f"{op} {shape}: the plain schedule gives {sum(differing)} of {values} values other"
+                " bits when it runs again: this GPU, driver or triton cannot be used exactly"
+            )
+
+    def keep(self, op: str, shape: str, pairs: Callable[[], list]) -> bool:
+        """Whether a schedule agrees; one that does not is noted as dropped."""
+        values, differing = self.count(pairs())
+        check = Check(op, shape, values, sum(differing))
+        (self.dropped if check.differing else self.checks).append(check)
+        return not check.differing
+
+
+def attest_cuda(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Report:
+    """Check every schedule that a decoder of this shape may run on the current CUDA device.
+
+    Verdicts are kept in a file under a key of device, driver, torch, triton, project and shape.
+    Schedules that differ are dropped with a warning.
+
+    Raises:
+        DeviceError: the GPU is too old, or triton is missing or too old.
+        AttestationError: the plain schedule of an op is not reproducible.
+    """
+    require_device(torch.device("cuda"))
+    require_triton()
+    path = _cache_file(config, dtype, seed)
+    verdict = json.loads(path.read_text()) if path.exists() else None
+    if verdict is None:
+        verdict = _prove(config, dtype, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(verdict))
+        temporary.replace(path)
+    _apply(verdict, dtype)
+    checks, dropped = ([Check(**each) for each in verdict[k]] for k in ("checks", "dropped"))
+    for check in dropped:
+        warnings.warn(
+            f"schedule dropped: {check.op} {check.shape} differs in {check.differing} of"
+            f" {check.values} values; a slower one runs instead",
+            stacklevel=2,
+        )
+    return Report(tuple(checks), verdict["fingerprint"], verdict["seconds"], tuple(dropped))
+
+
+def _apply(verdict: dict, dtype: torch.dtype) -> None:
+    from shared_ops import products
+
+    rows = {
+        products.Shape(depth, columns, dtype, getattr(torch, out), transposed): first
+        for depth, columns, out, transposed, first in verdict["library_rows"]
+    }
+    products.restrict(rows, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
+
+
+def _prove(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict:
+    start, prover = time.perf_counter(), _Prover(seed)
+    library_rows, dropped_tiles = [], []
+    with torch.inference_mode():
+        for depth, columns in product_shapes(config):
+            dropped_tiles += _tiles(prover, depth, columns, dtype)
+            if dtype == torch.float32:
+                continue
+            out = torch.float32 if columns == config.vocab_size else dtype
+            library_rows.append(_library(prover, depth, columns, dtype, out, transposed=False))
+            if columns != config.vocab_size:
+                library_rows.append(_library(prover, columns, depth, dtype, dtype, transposed=True))
+            if out != torch.float32 and config.qkv_bias:
+                library_rows.append(
+                    _library(prover, depth, columns, dtype, torch.float32, transposed=False)
+                )
+        _rows(prover, config, dtype)
+        _attention(prover, config, dtype)
+    return {
+        "checks": [asdict(check) for check in prover.checks],
+        "dropped": [asdict(check) for check in prover.dropped],
+        "library_rows": library_rows,
+        "dropped_tiles": dropped_tiles,
+        "fingerprint": prover.digest.hexdigest(),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def _tiles(prover: _Prover, depth: int, columns: int, dtype: torch.dtype) -> list[tuple]:
+    """Every Triton tile against the plain one; those that differ."""
+    from shared_ops import products
+
+    columns = min(columns, 16384)
+    x_MK = prover.random(max(ODD_ROWS), depth, dtype=dtype)
+    w_NK = prover.random(columns, depth, dtype=dtype)
+    candidates = [tile for _, tile in products.TILES]
+    plain = products.PLAIN
+    if dtype == torch.float32:
+        candidates, plain = [], products.FLOAT32_TILE
+
+    def run(tile, rows: int) -> Tensor:
+        return products.tiled(x_MK[:rows], w_NK, None, torch.float32, tile)
+
+    wanted, shape = run(plain, len(x_MK)), f"{depth} -> {columns}"
+    repeats = range(-(-VALUES // (sum(ODD_ROWS) * columns)))
+    prover.plain(
+        "product, plain tile",
+        shape,
+        wanted,
+        lambda: [(run(plain, n), wanted[:n]) for _ in repeats for n in ODD_ROWS],
+    )
+    return [
+        tuple(tile)
+        for tile in candidates
+        if not prover.keep(
+            f"product, tile {tile.rows}x{tile.columns}x{tile.depth}",
+            shape,
+            lambda tile=tile: [(run(tile, n), wanted[:n]) for _ in repeats for n in ODD_ROWS],
+        )
+    ]
+
+
+def _library(
+    prover: _Prover,
+    depth: int,
+    columns: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    transposed: bool,
+) -> tuple:
+    """(K, N, output, transposed, the row count from which on cuBLAS agrees at every one tried)."""
+    from shared_ops import products
+
+    x_MK, w_NK = cancelling(MANY_ROWS, columns, depth, dtype, prover.seed)
+    counts = SPARSE_COUNTS if transposed else LIBRARY_COUNTS
+    w_NK = w_NK.T.contiguous().T if transposed else w_NK
+    wanted = products.tiled(x_MK, w_NK, None, torch.float32, products.PLAIN).to(out_dtype)
+    shape = products.Shape(depth, columns, dtype, out_dtype, transposed)
+
+    def pairs() -> Iterable[tuple[Tensor, Tensor]]:
+        for rows in counts:
+            yield products.library(x_MK[:rows], w_NK, None, out_dtype), wanted[:rows]
+
+    values, differing = prover.count(pairs())
+    bad = [rows for rows, count in zip(counts, differing, strict=True) if count]
+    first = max(bad, default=0) + 1
+    if first > max(counts) or depth % 8 or columns % 8:
+        first = products.NEVER
+    expected = products.library_rows(shape)
+    op = f"product, library from {first} rows" if first < products.NEVER else "product, no library"
+    name = f"{depth} -> {columns}{' transposed' if transposed else ''}"
+    if first > expected:
+        prover.dropped.append(Check(op, name, values, sum(differing)))
+    kept = [n for n in counts if n >= first]
+    prover.checks.append(Check(op, name, sum(kept) * columns, 0))
+    out = str(out_dtype).removeprefix("torch.")
+    return depth, columns, out, transposed, first
+
+
+def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Row reductions: a row alone, and among others at another place."""
+    from shared_ops.logprob import kernels as logprob
+    from shared_ops.rmsnorm import kernels as rmsnorm
+
+    spans = [slice(0, 1), slice(7, 8), slice(3, 130), slice(1, 1000)]
+    for width in sorted({config.hidden_size, config.head_dim}):
+        count = max(1000, 2 * VALUES // width)
+        x_RD = prover.random(count, width, dtype=dtype)
+        w_D = prover.random(width, dtype=dtype)
+        wanted = rmsnorm.forward(x_RD, w_D, config.norm_eps, torch.float32)
+        prover.plain(
+            "rmsnorm",
+            f"width {width}",
+            wanted,
+            lambda x=x_RD, w=w_D, y=wanted: [
+                (rmsnorm.forward(x[s], w, config.norm_eps, torch.float32), y[s])
+                for s in (*spans, slice(3, len(x)))
+            ],
+        )
+    logits_BV = prover.random(300, config.vocab_size, dtype=torch.float32) * 4
+    tokens_B = torch.arange(300, device="cuda") % config.vocab_size
+    wanted = torch.stack(logprob._reduce(logits_BV, tokens_B), 1)
+    prover.plain(
+        "log softmax",
+        f"vocabulary {config.vocab_size}",
+        wanted,
+        lambda: [
+            (torch.stack(logprob._reduce(logits_BV[s], tokens_B[s]), 1), wanted[s])
+            for s in (*spans[:3], slice(0, 300))
+        ],
+    )
+
+
+def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Packed, paged prefill, decode and split decode of the same queries; outputs in float32."""
+    from shared_ops.attention import kernels
+    from shared_ops.attention.op import PagedLayout
+
+    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
+    length, page, wide = 2 * kernels.CHUNK + 77, 16, torch.float32
+    q_THE = prover.random(length, heads, width, dtype=dtype)
+    pages = [prover.random(-(-length // page), page, kv_heads, width, dtype=dtype) for _ in "kv"]
+    k_TKE, v_TKE = (x.flatten(0, 1)[:length] for x in pages)
+    table_1P = torch.arange(len(pages[0]), device="cuda").unsqueeze(0)
+    name = f"{heads}/{kv_heads} heads of {width}"
+
+    def packed() -> Tensor:
+        return kernels.packed_forward(q_THE, k_TKE, v_TKE, [0, length], wide)[0]
+
+    wanted = packed()
+    prover.plain("attention, packed", name, wanted, lambda: [(packed(), wanted)])
+
+    def paged(ends: list[int], count: int) -> tuple[Tensor, Tensor]:
+        rows = [slice(end - count, end) for end in ends]
+        starts = list(range(0, count * len(ends) + 1, count))
+        layout = PagedLayout(starts, ends, table_1P.expand(len(ends), -1))
+        q = torch.cat([q_THE[row] for row in rows])
+        return kernels.paged_forward(q, *pages, layout, wide), torch.cat([wanted[r] for r in rows])
+
+    each = list(range(1, length + 1))
+    split = [[length], [2 * kernels.CHUNK], [kernels.CHUNK + 1]] + [
+        [n] for n in each[:: -length // 9]
+    ]
+    schedules = {
+        "decode": lambda: [paged(each, 1)],
+        "split decode": lambda: [paged(ends, 1) for ends in split],
+        "prefill": lambda: [
+            paged([end], n) for end, n in ((length, length), (1100, 999), (700, 63))
+        ],
+    }
+    for schedule, pairs in schedules.items():
+        if not prover.keep(f"attention, {schedule}", name, pairs):
+            raise AttestationError(
+                f"attention {name}: {schedule} and packed rows differ here and there is no other"
+                " schedule: this GPU, driver or triton cannot be used exactly"
+            )
+
+
+def _cache_file(config: ModelConfig, dtype: torch.dtype, seed: int) -> Path:
+    """Under XDG_CACHE_HOME or ~/.cache; the name holds all that a verdict depends on."""
+    source = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        source.update(path.read_bytes())
+    parts = [
+        torch.cuda.get_device_name(),
+        driver_version(),
+        torch.__version__,
+        require_triton(),
+        source.hexdigest(),
+        repr(config),
+        str(dtype),
+        str(seed),
+    ]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
+    return root / "zerokl" / "attest" / f"{name}.json"
+
+
+def driver_version() -> str:
+    """Of the NVIDIA kernel driver, or the CUDA version that it offers where that is hidden."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
+    return found[0] if found else str(torch._C._cuda_getDriverVersion())

@@ -1,0 +1,56 @@
+"""What an attestation says: checks, what they were of, and the shapes that a model needs."""
+
+from dataclasses import dataclass
+
+from shared_ops.model.config import ModelConfig
+
+
+class AttestationError(RuntimeError):
+    """A contract does not hold on this machine; the message names the op and the shape."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One verified fact: which op, at which shape, how many float32 values were compared."""
+
+    op: str
+    shape: str
+    values: int
+    differing: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of one model shape, and a digest of the values they produced.
+
+    `dropped` are schedules that differ and will not be chosen; the others stay exact without them.
+    """
+
+    checks: tuple[Check, ...]
+    fingerprint: str
+    seconds: float
+    dropped: tuple[Check, ...] = ()
+
+    def raise_if_broken(self) -> None:
+        """Raise AttestationError for the first check with differing values."""
+        for check in self.checks:
+            if check.differing:
+                raise AttestationError(
+                    f"{check.op} {check.shape}: {check.differing} of {check.values} values change "
+                    "with batch size or threads here: set OMP_NUM_THREADS=1, or report this "
+                    "processor and torch version"
+                )
+
+
+def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(K, N) of every product of a decoder, each once."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return sorted(
+        {
+            (config.hidden_size, heads * config.head_dim),
+            (config.num_heads * config.head_dim, config.hidden_size),
+            (config.hidden_size, 2 * config.intermediate_size),
+            (config.intermediate_size, config.hidden_size),
+            (config.hidden_size, config.vocab_size),
+        }
+    )

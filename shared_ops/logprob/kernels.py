@@ -1,0 +1,178 @@
+"""logprob on CUDA (contract: op.py).
+
+A row's vocabulary is reduced in chunks of `CHUNK`, each in one program; how a chunk is added
+follows from its register layout, which follows from the vocabulary size alone (rows are brought to
+one alignment, the row count is never specialised on).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shared_ops.primitives import aligned
+from shared_ops.products import product
+
+CHUNK = 4096
+LOGITS_LIMIT = 1 << 27
+ROW_TILE = 128
+
+
+def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -> Tensor:
+    logits_BV = product(hidden_BD, head_VD, out_dtype=torch.float32)
+    rows, vocabulary = logits_BV.shape
+    if rows:
+        grid = (triton.cdiv(vocabulary, CHUNK), rows)
+        _scale[grid](logits_BV, temperature_B.contiguous(), vocabulary, vocab_limit, CHUNK=CHUNK)
+    return logits_BV
+
+
+def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    return _reduce(logits_BV, tokens_B)[0]
+
+
+def _reduce(logits_BV: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """float32 [B] each: log probability, entropy, row maximum, sum of exponentials."""
+    rows, vocabulary = logits_BV.shape
+    logits_BV = aligned(logits_BV)
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    out = [torch.empty(rows, dtype=torch.float32, device=logits_BV.device) for _ in range(4)]
+    if rows == 0:
+        return out[0], out[1], out[2], out[3]
+    parts = [logits_BV.new_empty((rows, chunks)) for _ in range(3)]
+    _reduce_chunk[(chunks, rows)](logits_BV, *parts, vocabulary, chunks, CHUNK=CHUNK, num_warps=4)
+    padded = triton.next_power_of_2(chunks)
+    _reduce_row[(rows,)](
+        logits_BV, tokens_B.contiguous(), *parts, *out, vocabulary, chunks, CHUNKS=padded,
+        num_warps=1,
+    )  # fmt: skip
+    return out[0], out[1], out[2], out[3]
+
+
+def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
+    step = max(ROW_TILE, LOGITS_LIMIT // vocabulary // ROW_TILE * ROW_TILE)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def token_logprobs(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit: int):
+    """Log probabilities, entropies, and what the backward needs: row maxima and sums, [2, T]."""
+    out_4T = torch.empty((4, len(targets_T)), dtype=torch.float32, device=hidden_TD.device)
+    for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
+        logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
+        out_4T[:, rows] = torch.stack(_reduce(logits_BV, targets_T[rows]))
+    return out_4T[0], out_4T[1], out_4T[2:]
+
+
+def token_logprobs_backward(
+    grad_T, hidden_TD, head_VD, targets_T, temperature_T, saved_2T, vocab_limit: int
+):
+    """d logprob / d logits = (onehot - softmax) / temperature, rounded to the input's dtype.
+
+    Both products are library calls on row blocks in increasing order; dhead adds the blocks in
+    float32.
+    """
+    dhidden_TD = torch.empty_like(hidden_TD)
+    dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)
+    scale_T = grad_T.float() / temperature_T
+    for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
+        logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
+        dlogits_BV = torch.empty_like(logits_BV, dtype=hidden_TD.dtype)
+        grid = (triton.cdiv(logits_BV.shape[1], CHUNK), logits_BV.shape[0])
+        _gradient[grid](
+            logits_BV, targets_T[rows].contiguous(), scale_T[rows], *saved_2T[:, rows].contiguous(),
+            dlogits_BV, logits_BV.shape[1], CHUNK=CHUNK,
+        )  # fmt: skip
+        del logits_BV
+        dhidden_TD[rows] = torch.mm(dlogits_BV, head_VD)
+        dhead_VD += _wide_product(dlogits_BV.T, hidden_TD[rows])
+    return dhidden_TD, dhead_VD.to(head_VD.dtype)
+
+
+def _wide_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    if left_MK.dtype == torch.float32:
+        return torch.mm(left_MK, right_KN)
+    return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
+
+
+@triton.jit
+def _row_and_chunk(vocabulary, CHUNK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    v = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    return row, v, row * vocabulary + v
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _scale(logits_ptr, temperature_ptr, vocabulary, limit, CHUNK: tl.constexpr):
+    row, v, at = _row_and_chunk(vocabulary, CHUNK)
+    x = tl.load(logits_ptr + at, mask=v < vocabulary)
+    x = tl.div_rn(x, tl.load(temperature_ptr + row))
+    tl.store(logits_ptr + at, tl.where(v < limit, x, float("-inf")), mask=v < vocabulary)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _reduce_chunk(
+    logits_ptr, top_ptr, sum_ptr, weighted_ptr, vocabulary, chunks, CHUNK: tl.constexpr
+):
+    """Maximum m, sum of exp(x - m), and sum of exp(x - m) (x - m) of one chunk of one row."""
+    row, v, at = _row_and_chunk(vocabulary, CHUNK)
+    x = tl.load(logits_ptr + at, mask=v < vocabulary, other=float("-inf"))
+    top = tl.max(x, 0)
+    shifted = x - tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp(shifted)
+    to = row * chunks + tl.program_id(0)
+    tl.store(top_ptr + to, top)
+    tl.store(sum_ptr + to, tl.sum(p, 0))
+    tl.store(weighted_ptr + to, tl.sum(p * tl.maximum(shifted, -1e4), 0))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _reduce_row(
+    logits_ptr,
+    tokens_ptr,
+    top_ptr,
+    sum_ptr,
+    weighted_ptr,
+    logprob_ptr,
+    entropy_ptr,
+    row_top_ptr,
+    row_sum_ptr,
+    vocabulary,
+    chunks,
+    CHUNKS: tl.constexpr,
+):
+    """Chunks rescaled to the row's maximum and added; entropy = log(sum) - weighted / sum."""
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, CHUNKS)
+    at = row * chunks + j
+    tops = tl.load(top_ptr + at, mask=j < chunks, other=float("-inf"))
+    sums = tl.load(sum_ptr + at, mask=j < chunks, other=0.0)
+    weighted = tl.load(weighted_ptr + at, mask=j < chunks, other=0.0)
+    top = tl.max(tops, 0)
+    factor = tl.exp(tops - top)
+    total = tl.sum(sums * factor, 0)
+    moved = tl.where(tops == float("-inf"), 0.0, weighted + sums * (tops - top))
+    log_total = tl.log(total)
+    chosen = tl.load(logits_ptr + row * vocabulary + tl.load(tokens_ptr + row))
+    tl.store(logprob_ptr + row, chosen - top - log_total)
+    tl.store(entropy_ptr + row, log_total - tl.sum(moved * factor, 0) / total)
+    tl.store(row_top_ptr + row, top)
+    tl.store(row_sum_ptr + row, total)
+
+
+@triton.jit
+def _gradient(
+    logits_ptr,
+    targets_ptr,
+    scale_ptr,
+    top_ptr,
+    sum_ptr,
+    dlogits_ptr,
+    vocabulary,
+    CHUNK: tl.constexpr,
+):
+    row, v, at = _row_and_chunk(vocabulary, CHUNK)
+    x = tl.load(logits_ptr + at, mask=v < vocabulary, other=float("-inf"))
+    p = tl.exp(x - tl.load(top_ptr + row)) / tl.load(sum_ptr + row)
+    onehot = tl.where(v == tl.load(targets_ptr + row), 1.0, 0.0)
+    dlogits = (onehot - p) * tl.load(scale_ptr + row)
+    tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < vocabulary)

@@ -1,0 +1,198 @@
+"""CUDA schedules of the product y[m, n] = sum_k x[m, k] w[n, k] (+ bias[n]).
+
+Contract: K in increasing order, one float32 accumulator per output, no split of K; the bias is
+added in float32; one rounding to the output's dtype. Measured on an H200: every Triton tile shape,
+warp count, depth and operand order obeys it, `mma` and `wgmma` agree, and cuBLAS obeys it wherever
+it does not split K. So which schedule runs is a matter of speed alone: large products and short K
+belong to the vendor library, small ones with a long K to Triton tiles, operands swapped so that
+the few tokens are the short side of the tensor core instruction.
+
+`shared_ops.attest` compares all of them on the device in use and tells `restrict` what to avoid.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SHORT_DEPTH = 2048
+WIDE_COLUMNS = 32768
+LIBRARY_ROWS = 513
+NEVER = 1 << 62
+
+
+class Tile(NamedTuple):
+    """One Triton schedule; `swapped` computes w x^T."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    swapped: bool
+
+
+class Shape(NamedTuple):
+    """What the choice of a schedule depends on besides the rows; `transposed`: w is [K, N]^T."""
+
+    depth: int
+    columns: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    transposed: bool = False
+
+
+PLAIN = Tile(64, 64, 64, 4, 3, False)
+FLOAT32_TILE = Tile(32, 64, 32, 4, 2, False)
+TILES = (
+    (16, Tile(16, 64, 128, 4, 4, True)),
+    (32, Tile(32, 64, 128, 4, 4, True)),
+    (64, Tile(64, 64, 64, 4, 4, True)),
+    (NEVER, Tile(128, 128, 64, 8, 3, False)),
+)
+
+# Verdicts of the attestation. They can change which of several bit-equal schedules runs, no bit.
+_library_rows: dict[Shape, int] = {}
+_dropped: set[Tile] = set()
+
+
+def restrict(library_rows: dict[Shape, int], dropped: set[Tile]) -> None:
+    """From now on: the library only from so many rows on, and none of the dropped tiles."""
+    _library_rows.update(library_rows)
+    _dropped.update(dropped)
+
+
+def library_rows(shape: Shape) -> int:
+    """From how many rows on the vendor library is in the contract (measured, or expected)."""
+    known = _library_rows.get(shape)
+    if known is not None:
+        return known
+    if shape.dtype == torch.float32 or shape.depth % 8 or shape.columns % 8:
+        return NEVER
+    if shape.depth <= SHORT_DEPTH or (shape.columns >= WIDE_COLUMNS and shape.depth <= 8192):
+        return 1
+    return LIBRARY_ROWS
+
+
+def choose(rows: int, shape: Shape) -> Tile | None:
+    """The schedule for so many rows; None is the vendor library."""
+    if rows >= library_rows(shape):
+        return None
+    if shape.dtype == torch.float32:
+        return FLOAT32_TILE
+    tile = next(tile for limit, tile in TILES if rows <= limit)
+    return PLAIN if tile in _dropped else tile
+
+
+def product(
+    x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """[M, N] in `out_dtype` (default: that of x). `w_NK` may be a transposed view."""
+    x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
+    out_dtype = out_dtype or x_MK.dtype
+    transposed = w_NK.stride(0) == 1 and w_NK.stride(1) != 1
+    shape = Shape(x_MK.shape[1], w_NK.shape[0], x_MK.dtype, out_dtype, transposed)
+    tile = choose(x_MK.shape[0], shape)
+    if tile is None:
+        return library(x_MK, w_NK, bias_N, out_dtype)
+    return tiled(x_MK, w_NK, bias_N, out_dtype, tile)
+
+
+def library(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """cuBLAS; with a bias its float32 result is rounded once, after the sum."""
+    if bias_N is None:
+        if out_dtype == x_MK.dtype:
+            return torch.mm(x_MK, w_NK.T)
+        return torch.mm(x_MK, w_NK.T, out_dtype=out_dtype)
+    wide_MN = torch.mm(x_MK, w_NK.T, out_dtype=torch.float32)
+    return torch.add(wide_MN, bias_N, out=torch.empty_like(wide_MN, dtype=out_dtype))
+
+
+def tiled(x_MK, w_NK, bias_N: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
+    """One Triton schedule."""
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0]
+    y_MN = torch.empty((rows, columns), dtype=out_dtype, device=x_MK.device)
+    if rows == 0:
+        return y_MN
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+    _product[grid](
+        x_MK,
+        w_NK,
+        x_MK if bias_N is None else bias_N,
+        y_MN,
+        rows,
+        columns,
+        depth,
+        x_MK.stride(0),
+        w_NK.stride(0),
+        w_NK.stride(1),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        SWAPPED=tile.swapped,
+        EVEN=depth % tile.depth == 0,
+        BIAS=bias_N is not None,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return y_MN
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    columns,
+    depth,
+    stride_xm,
+    stride_wn,
+    stride_wk,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Programs of 8 neighbouring row tiles run together, so that they share w in the L2 cache."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    column_tiles = tl.cdiv(columns, COLUMNS)
+    group = tl.program_id(0) // (8 * column_tiles)
+    in_group = tl.program_id(0) % (8 * column_tiles)
+    group_rows = tl.minimum(row_tiles - group * 8, 8)
+    m = (group * 8 + in_group % group_rows) * ROWS + tl.arange(0, ROWS)
+    n = (in_group // group_rows) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, DEPTH)
+    # Rows past the end repeat the last one; they are not stored.
+    x_ptrs = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_xm + k[None, :]
+    w_rows = tl.minimum(n, columns - 1).to(tl.int64)
+    w_ptrs = w_ptr + w_rows[:, None] * stride_wn + k[None, :] * stride_wk
+    if SWAPPED:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        if EVEN:
+            x = tl.load(x_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=k[None, :] < depth - start, other=0.0)
+            w = tl.load(w_ptrs, mask=k[None, :] < depth - start, other=0.0)
+        if SWAPPED:
+            total = tl.dot(w, x.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(x, w.T, total, input_precision="ieee")
+        x_ptrs += DEPTH
+        w_ptrs += DEPTH * stride_wk
+    if SWAPPED:
+        total = total.T
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    inside = (m[:, None] < rows) & (n[None, :] < columns)
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside)

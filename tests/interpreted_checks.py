@@ -1,0 +1,176 @@
+"""Runs under TRITON_INTERPRET=1: every kernel in float32 against plain torch, at odd sizes.
+
+The interpreter's arithmetic is numpy's, so this proves masks and indices, not bits. Run by
+test_interpreted_kernels.py, one check a process argument.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import torch
+from poison import poisoned_memory
+from torch import Tensor
+
+from shared_ops.attention import kernels as attention_kernels
+from shared_ops.attention import reference as attention_reference
+from shared_ops.attention.op import PagedLayout
+from shared_ops.embedding import kernels as embedding_kernels
+from shared_ops.embedding import reference as embedding_reference
+from shared_ops.linear import kernels as linear_kernels
+from shared_ops.linear import reference as linear_reference
+from shared_ops.logprob import kernels as logprob_kernels
+from shared_ops.logprob import reference as logprob_reference
+from shared_ops.products import PLAIN, TILES, tiled
+from shared_ops.rmsnorm import kernels as rmsnorm_kernels
+from shared_ops.rmsnorm import reference as rmsnorm_reference
+from shared_ops.rope import kernels as rope_kernels
+from shared_ops.rope import reference as rope_reference
+from shared_ops.sample import kernels as sample_kernels
+from shared_ops.sample import reference as sample_reference
+from shared_ops.swiglu import kernels as swiglu_kernels
+from shared_ops.swiglu import reference as swiglu_reference
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+
+
+def all_close(got, wanted) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        close(one, other)
+
+
+def check_linear() -> None:
+    for rows, depth, columns in ((1, 40, 70), (33, 72, 65)):
+        x_TK, w_NK = torch.randn(rows, depth), torch.randn(columns, depth)
+        dy_TN, bias_N = torch.randn(rows, columns), torch.randn(columns)
+        close(
+            linear_kernels.forward(x_TK, w_NK, bias_N), linear_reference.forward(x_TK, w_NK, bias_N)
+        )
+        needs = (True, True, True)
+        all_close(
+            linear_kernels.backward(dy_TN, x_TK, w_NK, needs),
+            linear_reference.backward(dy_TN, x_TK, w_NK, needs),
+        )
+
+
+def check_tiles() -> None:
+    x_TK, w_NK = torch.randn(19, 72), torch.randn(70, 72)
+    for tile in (PLAIN, *(tile for _, tile in TILES)):
+        close(tiled(x_TK, w_NK, None, torch.float32, tile), x_TK @ w_NK.T)
+
+
+def check_rmsnorm() -> None:
+    for view in (torch.randn(5, 100), torch.randn(5, 7, 32)[:, 1:4], torch.randn(3, 5, 24)[:, 1:]):
+        w_D, dy_RD = torch.randn(view.shape[-1]), torch.randn(view.shape)
+        close(rmsnorm_kernels.forward(view, w_D, 1e-5), rmsnorm_reference.forward(view, w_D, 1e-5))
+        all_close(
+            rmsnorm_kernels.backward(dy_RD, view, w_D, 1e-5),
+            rmsnorm_reference.backward(dy_RD, view, w_D, 1e-5),
+        )
+
+
+def check_elementwise() -> None:
+    x_THE, angles_TR = torch.randn(5, 7, 20)[:, 2:5], torch.randn(5, 10)
+    cos_TR, sin_TR = angles_TR.cos(), angles_TR.sin()
+    close(
+        rope_kernels.forward(x_THE, cos_TR, sin_TR), rope_reference.forward(x_THE, cos_TR, sin_TR)
+    )
+    close(
+        rope_kernels.backward(x_THE, cos_TR, sin_TR), rope_reference.backward(x_THE, cos_TR, sin_TR)
+    )
+    gate_up_T2F, dy_TF = torch.randn(3, 2 * 1050), torch.randn(3, 1050)
+    close(swiglu_kernels.forward(gate_up_T2F), swiglu_reference.forward(gate_up_T2F))
+    close(
+        swiglu_kernels.backward(dy_TF, gate_up_T2F), swiglu_reference.backward(dy_TF, gate_up_T2F)
+    )
+
+
+def check_embedding() -> None:
+    token_ids_T, dy_TD = torch.tensor([4, 0, 4, 10, 4, 0]), torch.randn(6, 300)
+    close(
+        embedding_kernels.backward(dy_TD, token_ids_T, 11),
+        embedding_reference.backward(dy_TD, token_ids_T, 11),
+    )
+
+
+def check_logprob() -> None:
+    vocabulary, limit = 4100, 4097
+    hidden_TD, head_VD = torch.randn(3, 16), torch.randn(vocabulary, 16)
+    targets_T, temperature_T = torch.tensor([0, 4096, 17]), torch.tensor([1.0, 0.7, 2.0])
+    given = (hidden_TD, head_VD, targets_T, temperature_T)
+    got = logprob_kernels.token_logprobs(*given, limit)
+    all_close(got[:2], logprob_reference.token_logprobs(*given, limit)[:2])
+    logits_BV = logprob_kernels.scaled_logits(hidden_TD, head_VD, temperature_T, limit)
+    assert torch.equal(logprob_kernels.select_logprobs(logits_BV, targets_T), got[0])
+    grad_T = torch.randn(3)
+    all_close(
+        logprob_kernels.token_logprobs_backward(grad_T, *given, got[2], limit),
+        logprob_reference.token_logprobs_backward(grad_T, *given, None, limit),
+    )
+
+
+def check_sample() -> None:
+    keys_B2 = torch.tensor([[1, 2], [0xFFFFFFFF, 0x80000001], [77, 0]])
+    positions_B, vocabulary = torch.tensor([0, 5, 3000]), 4099
+    zeros_1W = torch.zeros(1, -(-vocabulary // 4), dtype=torch.int64)
+    blocks = zeros_1W + torch.arange(zeros_1W.shape[1])
+    counters = (blocks, positions_B.unsqueeze(1) + zeros_1W, zeros_1W, zeros_1W)
+    words = sample_reference.philox(counters, (keys_B2[:, :1], keys_B2[:, 1:]))
+    words_BV = torch.stack(torch.broadcast_tensors(*words), -1).flatten(1)[:, :vocabulary]
+    assert torch.equal(sample_kernels.philox_words(keys_B2, positions_B, vocabulary), words_BV)
+    logits_BV = torch.randn(3, vocabulary)
+    logits_BV[:, 4097:] = float("-inf")
+    wanted = sample_reference.draw(logits_BV, keys_B2, positions_B)
+    assert torch.equal(sample_kernels.draw(logits_BV, keys_B2, positions_B), wanted)
+    logits_BV[:, 9] = logits_BV[:, 4096] = 50.0
+    assert sample_kernels.first_argmax(logits_BV).tolist() == [9, 9, 9]
+
+
+def check_packed_attention() -> None:
+    for heads, kv_heads, width in ((6, 2, 16), (2, 2, 24)):
+        starts = [0, 1, 66, 66, 96]
+        q, do = (torch.randn(starts[-1], heads, width) for _ in range(2))
+        kv = torch.randn(starts[-1], 2 * kv_heads + 1, width)
+        k, v = kv[:, :kv_heads], kv[:, kv_heads : 2 * kv_heads]
+        o_THE, lse_TH = attention_kernels.packed_forward(q, k, v, starts)
+        wanted = attention_reference.packed_forward(q, k.contiguous(), v.contiguous(), starts)
+        all_close((o_THE, lse_TH / attention_kernels.LOG2_E), wanted)
+        all_close(
+            attention_kernels.packed_backward(do, q, k, v, o_THE, lse_TH, starts),
+            attention_reference.packed_backward(do, q, k, v, *wanted, starts),
+        )
+
+
+def check_paged_attention() -> None:
+    attention_kernels.CHUNK = 128
+    lens, contexts, page = [1, 40, 1, 3], [200, 300, 129, 64], 4
+    heads, kv_heads, width = 6, 2, 16
+    order = torch.randperm(sum(-(-c // page) for c in contexts) + 3)
+    k_pages, v_pages = torch.randn(2, len(order), page, kv_heads, width).unbind(0)
+    table_BP, first = torch.zeros(4, 300 // page, dtype=torch.int64), 0
+    for row, context in enumerate(contexts):
+        count = -(-context // page)
+        table_BP[row, :count] = order[first : first + count]
+        first += count
+    starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
+    layout = PagedLayout(starts, contexts, table_BP)
+    q = torch.randn(starts[-1], heads, width)
+    wanted = attention_reference.paged_forward(q, k_pages, v_pages, layout)
+    for programs in (0, 1 << 30):
+        attention_kernels.SPLIT_PROGRAMS = programs
+        close(attention_kernels.paged_forward(q, k_pages, v_pages, layout), wanted)
+    for row, (begin, end) in enumerate(pairwise(starts)):
+        alone = PagedLayout([0, end - begin], [contexts[row]], table_BP[row : row + 1])
+        close(
+            attention_kernels.paged_forward(q[begin:end], k_pages, v_pages, alone),
+            wanted[begin:end],
+        )
+
+
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    with poisoned_memory():
+        globals()[f"check_{sys.argv[1]}"]()
