@@ -17,7 +17,7 @@ from shared_ops.primitives import row_sum
 KV_TILE = 64
 WIDTH_BLOCK = 128
 ROW_TILE = 8
-ROW_BLOCK = 256
+ROW_BLOCK = 64
 SCORES_LIMIT = 1 << 24
 
 
@@ -254,7 +254,7 @@ def _block_gradients(q_XRE, do_XRE, o_XRE, lse_XR1, last_R, k_XNE, v_XNE):
             span = slice(position, position + KV_TILE)
             k, v = k_XNE[:, span], v_XNE[:, span]
             hidden_rn = torch.arange(position, position + KV_TILE) > last_r.unsqueeze(-1)
-            scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+            scores = tile_scores(q, k).mul_(scale)
             p = torch.exp(scores.sub_(lse_XR1[:, rows])).masked_fill_(hidden_rn, 0.0)
             ds = torch.bmm(do, v.transpose(1, 2)).sub_(delta_XR1[:, rows]).mul_(p).mul_(scale)
             dv_XNE[:, span] += torch.bmm(p.transpose(1, 2), do)
