@@ -29,6 +29,7 @@ def run(config: RunConfig) -> dict[str, str]:
     if config.dry_run:
         return {}
     run_folder.prepare(folder, config)
+    config = plan.with_kv_pages(config, task, model_folder)
     with runtime.start(config, model_folder) as sides:
         job = Job(config, folder, task, sides)
         for step in range(job.begin(), config.steps):

@@ -30,13 +30,6 @@ def correctness_reward(
     return _score(strict_answer if strict else lenient_answer, completions, answer)
 
 
-def lenient_correctness(
-    completions: list[str], answer: list[str], **columns: Any
-) -> list[float | None]:
-    """`correctness_reward` with strict=False, under a name of its own."""
-    return correctness_reward(completions, answer, strict=False)
-
-
 def boxed_reward(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
     r"""The same for a number in the last `\boxed{}`; see `correctness_reward`."""
     return _score(boxed_answer, completions, answer)

@@ -1,6 +1,7 @@
 """What a run is going to do, said before it does it."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from recipes.accuracy import informative_share
@@ -47,13 +48,32 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
     trainer = parameters * (4 * 4 + (0 if size == 4 else size))
     token_kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
-    longest = max(map(len, task.batch(config, 0)[1])) + config.max_tokens
-    sequences = min(config.rollout.max_sequences, config.prompts_per_step * config.group_size)
     width = 8 * model.hidden_size + 4 * model.intermediate_size
     activations = config.trainer.micro_batch_tokens * model.num_layers * width * size
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
-    kv = sequences * longest * token_kv
+    kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
     return parameters * size + trainer + kv + activations + logits
+
+
+def kv_pages(config: RunConfig, model: ModelConfig, task: Task) -> int:
+    """KV pages for a batch, or as many as one sequence can ever need; scarcity only preempts.
+
+    Later prompts may be longer than those seen so far: room for twice the longest.
+    """
+    if config.rollout.num_pages is not None:
+        return config.rollout.num_pages
+    size = config.rollout.page_size
+    longest = max(map(len, [*task.batch(config, 0)[1], *task.test_prompts]))
+    at_once = max(config.prompts_per_step * config.group_size, len(task.test_prompts))
+    tokens = min(model.max_positions, 2 * longest + config.max_tokens)
+    pages = min(config.rollout.max_sequences, at_once) * (tokens // size + 1)
+    return max(pages, model.max_positions // size + 1)
+
+
+def with_kv_pages(config: RunConfig, task: Task, folder: Path) -> RunConfig:
+    """The same run with its engine's KV pages counted."""
+    pages = kv_pages(config, ModelConfig.from_folder(folder), task)
+    return replace(config, rollout=replace(config.rollout, num_pages=pages))
 
 
 def _host_memory(device: str) -> str:

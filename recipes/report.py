@@ -106,6 +106,7 @@ def _accuracy(axes, evaluations: Rows) -> None:
 
 def _bars(axes, values, kinds, column, columns, colour, step) -> None:
     width = 0.8 / columns
+    label = f"after step {step}" if step else "before"
     for position, kind in enumerate(kinds):
         if kind not in values:
             continue
@@ -118,5 +119,5 @@ def _bars(axes, values, kinds, column, columns, colour, step) -> None:
             color=colour,
             ecolor="0.25",
             capsize=3,
-            label=f"after step {step}" if position == 0 else None,
+            label=label if position == 0 else None,
         )

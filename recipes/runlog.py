@@ -35,12 +35,7 @@ PARITY = (
     "parity/max_ulp",
     "kl/sampler_trainer",
 )
-PARITY_OPTIONAL = (
-    "lag/versions_mean",
-    "lag/versions_max",
-    "kl/lag",
-    "parity/lag_rescored_differing",
-)
+AT_THE_HEAD = ("parity/", "lag/", "kl/")
 ENDS = 5
 
 
@@ -155,7 +150,7 @@ class RunLog:
             raise ValueError(f"metrics of step {step}: lack {', '.join(missing)}, add them")
         if step <= self._last_step:
             raise ValueError(f"step {step}: {self._last_step} is recorded already, go on from it")
-        head = [*PARITY, *(name for name in PARITY_OPTIONAL if name in metrics)]
+        head = [*PARITY, *(name for name in metrics if name.startswith(AT_THE_HEAD))]
         rest = {name: value for name, value in metrics.items() if name not in head}
         return plain({**{name: metrics[name] for name in head}, "step": step, **rest})
 

@@ -128,14 +128,15 @@ def _cluster(config: RunConfig) -> Iterator[None]:
     import ray
 
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": "ERROR"}
-    options["runtime_env"] = _runtime_env(config.address)
-    if config.address is None and not in_submitted_job():
+    address = config.address or os.environ.get("RAY_ADDRESS", "local")
+    options["runtime_env"] = _runtime_env(address)
+    if address == "local":
         options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
-        ray.init(address=config.address or os.environ.get("RAY_ADDRESS"), **options)
+        ray.init(address=address, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise SettingError(
-            f"--address {config.address}: {' '.join(str(error).split())[:200]} "
+            f"--address {address}: {' '.join(str(error).split())[:200]} "
             "(start a cluster with `ray start --head`, or leave --address out)"
         ) from error
     try:
@@ -149,14 +150,14 @@ def in_submitted_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
-def _runtime_env(address: str | None) -> dict[str, Any]:
+def _runtime_env(address: str) -> dict[str, Any]:
     """The driver's environment for the actors; the code too, for a cluster started elsewhere."""
     waiting = {"OMP_WAIT_POLICY": "PASSIVE"}
     variables = waiting | {k: v for k, v in os.environ.items() if k.startswith(FORWARDED)}
     environment: dict[str, Any] = {"env_vars": variables}
     if in_submitted_job():
         return environment
-    if address is None:
+    if address == "local":
         return environment | {"env_vars": variables | {"PYTHONPATH": _python_path()}}
     return environment | {"working_dir": str(PROJECT), "excludes": EXCLUDES}
 
@@ -214,7 +215,7 @@ def _require_resources(need: dict[str, float]) -> None:
         time.sleep(0.25)
     have = ray.cluster_resources()
     lines = [
-        f"{name}: needs {n:g}, the cluster has {have.get(name, 0.0):g}, free {free.get(name, 0.0):g}"
+        f"{name}: needs {n:g}, has {have.get(name, 0.0):g}, of which {free.get(name, 0.0):g} free"
         for name, n in short.items()
     ]
     raise RuntimeSetupError(

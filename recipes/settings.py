@@ -144,7 +144,11 @@ def _named(preset: str, model: str, **changes) -> RunConfig:
         data=GSM8K,
         instruction=INSTRUCTION,
         evaluation=EvalConfig(problems=1319 if gpu_present() else 16),
-        trainer=TrainerConfig(learning_rate=1e-6, warmup_steps=5),
+        trainer=TrainerConfig(
+            learning_rate=1e-6,
+            warmup_steps=5,
+            micro_batch_tokens=8192 if gpu_present() else 1024,
+        ),
         **size,
     )
     return replace(config, **changes)
@@ -196,12 +200,14 @@ def resolved(config: RunConfig) -> RunConfig:
     for name, value in (("device", device), ("dtype", dtype), ("mode", config.mode)):
         _refuse_other(config, name, value)
     exact = config.mode == "bitwise" and config.rollout.exact
+    total_steps = config.trainer.total_steps or config.steps * config.updates_per_batch
     trainer = replace(
         config.trainer,
         device=device,
         dtype=dtype,
         mode=config.mode,
-        total_steps=config.trainer.total_steps or config.steps * config.updates_per_batch,
+        total_steps=total_steps,
+        warmup_steps=min(config.trainer.warmup_steps, total_steps),
         max_completion_tokens=config.trainer.max_completion_tokens or config.max_tokens,
     )
     rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact)

@@ -68,13 +68,13 @@ TEMPLATES = (
     Template(
         "give",
         "{name} picks {a} {item} and gives {b} to {other}. How many {item} does {name} keep?",
-        ((11, 60), (2, 40)),
+        ((8, 40), (2, 20)),
         ("Kept: a - b",),
     ),
     Template(
         "find",
         "{name} owns {a} {item} and finds {b} more in the {place}. How many {item} is that now?",
-        ((6, 50), (3, 40)),
+        ((6, 40), (3, 30)),
         ("Now: a + b",),
     ),
     Template(
@@ -99,14 +99,14 @@ TEMPLATES = (
     Template(
         "rows",
         "A hall has {a} rows of {b} chairs. People sit on {c} of them. How many chairs are free?",
-        ((2, 9), (3, 9), (3, 30)),
+        ((2, 8), (3, 8), (3, 20)),
         ("Chairs: a * b", "Free: x - c"),
     ),
     Template(
         "lose_and_buy",
         "{name} starts with {a} {item}, loses {b} in the {place} and buys {c} later. "
         "How many {item} does {name} have at the end?",
-        ((12, 50), (2, 20), (3, 30)),
+        ((8, 30), (2, 15), (3, 20)),
         ("After: a - b", "End: x + c"),
     ),
     Template(
@@ -119,7 +119,7 @@ TEMPLATES = (
     Template(
         "read",
         "A book has {a} pages. {name} reads {b} pages a day for {c} days. How many pages remain?",
-        ((30, 90), (3, 9), (2, 8)),
+        ((20, 60), (3, 9), (2, 6)),
         ("Read: b * c", "Remain: a - x"),
     ),
     Template(
@@ -140,7 +140,7 @@ TEMPLATES = (
         "change",
         "{name} buys {a} {item} at {b} dollars each and pays with {c} dollars. "
         "How many dollars come back?",
-        ((2, 8), (2, 9), (20, 80)),
+        ((2, 7), (2, 8), (20, 60)),
         ("Cost: a * b", "Back: c - x"),
     ),
     Template(
@@ -154,7 +154,7 @@ TEMPLATES = (
         "tank",
         "A tank holds {a} litres. The {place} takes {b} litres and the school {c}. "
         "How many litres stay?",
-        ((30, 90), (4, 30), (4, 30)),
+        ((20, 60), (3, 20), (3, 20)),
         ("Taken: b + c", "Stay: a - x"),
     ),
     Template(
