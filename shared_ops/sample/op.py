@@ -5,6 +5,9 @@ lowest v on ties, with g = -log(-log u) rounded to float32. u = (x + 1/2) / 2^32
 v mod 4 of Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") at
 counter (v div 4, position, 0, 0) under the request's key. A maximum has no order, so splitting
 the vocabulary cannot change the token.
+
+A row with a NaN has no maximum: it gives some number in 0..V (V on the CPU) and no other row feels
+it. Its log probability is NaN, which the caller has to refuse; looking here would stall a GPU.
 """
 
 from torch import Tensor
