@@ -20,7 +20,8 @@ def wilson_interval(successes: int, total: int, z: float = Z_95) -> tuple[float,
     share, spread = successes / total, z * z / total
     centre = share + spread / 2
     half = z * math.sqrt(share * (1 - share) / total + spread / total / 4)
-    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+    return (low if successes else 0.0), (high if successes < total else 1.0)
 
 
 def informative_share(accuracy: float, group_size: int) -> float:
