@@ -320,6 +320,19 @@ def test_token_logprobs_are_the_samplers_for_any_row_blocking(dtype, tokens, mon
     assert all(differing(entropy, blocks[1]) == 0 for entropy in blocks.values())
 
 
+def test_a_lone_row_wide_enough_for_two_threads():
+    """torch.sum gives each of two threads half of a lone row above 32,768 values."""
+    logits, tokens = 3 * random(6, 40_003), integers(40_003, 6)
+    with threads(1):
+        wanted = EXACT.select_logprobs(logits, tokens)
+        plain = logits.exp().sum(-1)
+    with threads(2):
+        lone = [EXACT.select_logprobs(logits[i : i + 1], tokens[i : i + 1]) for i in range(6)]
+        control = [logits[i : i + 1].exp().sum(-1) for i in range(6)]
+    assert differing(torch.cat(lone), wanted) == 0
+    assert differing(torch.cat(control), plain) > 0
+
+
 def test_a_bfloat16_product_is_the_float32_product_of_the_same_values():
     x, w = (random(n, 600, seed=n, dtype=torch.bfloat16) for n in (33, 97))
     wanted = fixed_product(x.float(), w.float().T)
