@@ -38,7 +38,7 @@ def run(config: RunConfig) -> dict[str, str]:
             groups = sides.rollout.generate(prompts, sampling(config, step))
             watch("rollout")
             rewards = task.rewards(rows, groups)
-            samples = job.samples(groups, rewards)
+            samples = job.samples(step, groups, rewards)
             watch("reward")
             stats = job.update(samples)
             watch("train")

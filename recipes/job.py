@@ -81,8 +81,11 @@ class Job:
             self.log.evaluation(step, as_metrics(results))
         return results
 
-    def samples(self, groups: Groups, rewards: Rewards) -> list[TrainSample]:
-        """One TrainSample a completion, group after group; no judgement, no advantage."""
+    def samples(self, step: int, groups: Groups, rewards: Rewards) -> list[TrainSample]:
+        """One TrainSample a completion, group after group; no judgement, no advantage.
+
+        Request ids name step, prompt and sample, so that a resumed run writes the same ones.
+        """
         size = self.config.group_size
         totals = [rewards.totals[i : i + size] for i in range(0, len(rewards.totals), size)]
         shares = advantages(totals, self.config.trainer.advantage)
@@ -95,9 +98,9 @@ class Job:
                 policy_versions=one.policy_versions,
                 temperature=self.config.temperature,
                 truncated=one.finish_reason == "length",
-                request_id=f"{one.request_id}/{one.sample_index}",
+                request_id=f"step-{step + 1}/prompt-{place}/sample-{one.sample_index}",
             )
-            for group, group_advantages in zip(groups, shares, strict=True)
+            for place, (group, group_advantages) in enumerate(zip(groups, shares, strict=True))
             for one, advantage in zip(group, group_advantages, strict=True)
         ]
 

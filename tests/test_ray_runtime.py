@@ -1,0 +1,41 @@
+"""Behaviour under Ray: actors give the inline run's bits, and missing resources fail in seconds."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from recipes.command_line import parse
+from recipes.grpo_gsm8k import main
+from tests.test_recipe import SMALL, without_timings
+
+pytestmark = pytest.mark.ray
+
+
+def test_actors_give_the_inline_runs_lines_and_weights(tmp_path):
+    for runtime in ("inline", "ray"):
+        words = [*SMALL, "--steps", "2", "--runtime", runtime, "--out", str(tmp_path / runtime)]
+        assert main(words) == 0
+    first, second = tmp_path / "inline", tmp_path / "ray"
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
+        assert without_timings(first / name) == without_timings(second / name)
+    weights = [run / "checkpoints/step-000002/model.safetensors" for run in (first, second)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_missing_resources_fail_in_seconds_and_name_need_and_have(monkeypatch):
+    import ray
+
+    from recipes import models, runtime
+
+    config = parse([*SMALL, "--runtime", "ray"])
+    config = replace(config, device="cuda", rollout=replace(config.rollout, device="cuda"))
+    folder = models.local_folder(config.model, models.EMBEDDED_MODEL)
+    ray.init(address="local", num_cpus=2, num_gpus=0, include_dashboard=False)
+    try:
+        began = time.monotonic()
+        with pytest.raises(runtime.RuntimeSetupError, match=r"GPU: needs 1, has 0"):
+            runtime._actors(config, folder)
+        assert time.monotonic() - began < 10
+    finally:
+        ray.shutdown()
