@@ -48,7 +48,7 @@ class Phase:
 
 PHASES = (
     Phase("right method", steps=2000, learning_rate=3e-3, final_rate=0.05),
-    Phase("tempting methods", steps=150, learning_rate=5e-4, tempting_share=0.65),
+    Phase("tempting methods", steps=200, learning_rate=5e-4, tempting_share=0.7, final_rate=0.1),
 )
 
 

@@ -48,8 +48,8 @@ def test_a_problem_depends_on_split_and_index_alone():
     assert backwards[::-1] == [problem("train", index) for index in range(50)]
     assert problem("train", 7) != problem("test", 7)
     first = problem("train", 0)
-    assert first["question"].startswith("A book has 33 pages. Hugo reads 3 pages a day for 2 days.")
-    assert first["answer"] == "Read: 3 * 2 = 6\nRemain: 33 - 6 = 27\n#### 27"
+    assert first["question"].startswith("A book has 22 pages. Hugo reads 3 pages a day for 2 days.")
+    assert first["answer"] == "Read: 3 * 2 = 6\nRemain: 22 - 6 = 16\n#### 16"
 
 
 @pytest.mark.parametrize(
