@@ -212,11 +212,13 @@ def packed_backward(do_THE, q_THE, k_TKE, v_TKE, o_THE, lse_TH, starts: list[int
     for block in plan_blocks(lens, lens, SCORES_LIMIT // heads):
         index_BQ, valid_BQ, index_BN, valid_BN = _packed_index(block, starts, lens)
         lse_BQH = lse_TH[index_BQ].masked_fill_(~valid_BQ.unsqueeze(-1), float("inf"))
-        rows = [_rows(x_THE[index_BQ], kv_heads) for x_THE in (q_THE, do_THE, o_THE)]
+        q_XRE, do_XRE, o_XRE = (_rows(x[index_BQ], kv_heads) for x in (q_THE, do_THE, o_THE))
         lse_XR1 = _rows(lse_BQH.unsqueeze(-1), kv_heads, padding=float("inf"))
         last_R = _last_seen(torch.arange(block.queries).unsqueeze(0), heads // kv_heads)[0]
         k_XNE, v_XNE = (_positions(x_TKE[index_BN]) for x_TKE in (k_TKE, v_TKE))
-        dq_XRE, dk_XNE, dv_XNE = _block_gradients(*rows, lse_XR1, last_R, k_XNE, v_XNE)
+        dq_XRE, dk_XNE, dv_XNE = _block_gradients(
+            q_XRE, do_XRE, o_XRE, lse_XR1, last_R, k_XNE, v_XNE
+        )
         dq_BKRE = dq_XRE.unflatten(0, (-1, kv_heads))
         dq_THE[index_BQ[valid_BQ]] = _ungrouped(dq_BKRE, block.queries, heads)[valid_BQ].to(
             q_THE.dtype
