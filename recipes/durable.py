@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,5 +132,6 @@ def _write_all(handle: int, data: bytes) -> None:
             left = left[os.write(handle, left) :]
         os.fsync(handle)
     except OSError:
-        os.ftruncate(handle, size)
+        with suppress(OSError):
+            os.ftruncate(handle, size)
         raise
