@@ -184,11 +184,13 @@ def _own_rows(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {"steps": 0}
     rewards = [row["reward"] for row in steps if row.get("reward") is not None]
-    count = min(ENDS, len(rewards))
+    count = min(ENDS, max(1, len(rewards) // 2))
     rows: dict[str, Any] = {"steps": len(steps)}
-    if count:
+    if rewards:
         first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
-        rows[f"reward, first and last {count} steps"] = f"{first:.3f}  ->  {last:.3f}"
+        rows[f"reward, first and last {count} step{'s' * (count > 1)}"] = (
+            f"{first:.3f}  ->  {last:.3f}"
+        )
     compared, differing, ulp, kl = ([row[name] for row in steps] for name in PARITY)
     rows["tokens compared"] = f"{sum(compared):,}"
     rows["tokens differing"] = f"{sum(differing):,}"
