@@ -5,8 +5,8 @@ from typing import Any, TextIO
 
 FILE_WIDTH = 160
 LOSS_NOTE = (
-    "note: on fresh samples a GRPO loss near 0 is right (a group's advantages sum to 0 and ratios are "
-    "1; lengths leave a rest); learning shows in reward, a live gradient in grad_norm"
+    "note: on fresh samples a GRPO loss near 0 is right (a group's advantages sum to 0 and ratios "
+    "are 1; lengths leave a rest); learning shows in reward, a live gradient in grad_norm"
 )
 
 

@@ -188,9 +188,8 @@ def _own_rows(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows: dict[str, Any] = {"steps": len(steps)}
     if rewards:
         first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
-        rows[f"reward, first and last {count} step{'s' * (count > 1)}"] = (
-            f"{first:.3f}  ->  {last:.3f}"
-        )
+        ends = f"first and last {count} step{'s' * (count > 1)}"
+        rows[f"reward, {ends}"] = f"{first:.3f}  ->  {last:.3f}"
     compared, differing, ulp, kl = ([row[name] for row in steps] for name in PARITY)
     rows["tokens compared"] = f"{sum(compared):,}"
     rows["tokens differing"] = f"{sum(differing):,}"
