@@ -32,7 +32,9 @@ SPARSE_COUNTS = (513, 640, 777, 1024, 1279, 1536, 1600)
 VALUES = 1_000_000
 
 
-def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype, seed: int):
+def cancelling(
+    rows: int, columns: int, depth: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
     """x [rows, depth] and w [columns, depth] on the GPU with x w^T = 0 in exact arithmetic.
 
     The second half of K repeats the first in another order with the sign turned, so every value of
@@ -45,11 +47,10 @@ def cancelling(rows: int, columns: int, depth: int, dtype: torch.dtype, seed: in
 
     x_MH, w_NH = random(rows, depth // 2), random(columns, depth // 2)
     order_H = torch.randperm(depth // 2, generator=generator, device="cuda")
-    rest_M, rest_N = (
-        torch.zeros(n, depth % 2, device="cuda", dtype=dtype) for n in (rows, columns)
-    )
-    x_MK = torch.cat((x_MH, x_MH[:, order_H], rest_M), 1)
-    return x_MK, torch.cat((w_NH, -w_NH[:, order_H], rest_N), 1)
+    x_MK = torch.cat((x_MH, x_MH[:, order_H]), 1)
+    w_NK = torch.cat((w_NH, -w_NH[:, order_H]), 1)
+    pad = (0, depth % 2)
+    return torch.nn.functional.pad(x_MK, pad), torch.nn.functional.pad(w_NK, pad)
 
 
 class _Prover:
@@ -166,8 +167,7 @@ def _tiles(prover: _Prover, depth: int, columns: int, dtype: torch.dtype) -> lis
     columns = min(columns, 16384)
     x_MK = prover.random(max(ODD_ROWS), depth, dtype=dtype)
     w_NK = prover.random(columns, depth, dtype=dtype)
-    candidates = [tile for _, tile in products.TILES]
-    plain = products.PLAIN
+    candidates, plain = products.tiles(), products.PLAIN
     if dtype == torch.float32:
         candidates, plain = [], products.FLOAT32_TILE
 
@@ -250,8 +250,9 @@ def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
                 for s in (*spans, slice(3, len(x)))
             ],
         )
-    logits_BV = prover.random(300, config.vocab_size, dtype=torch.float32) * 4
-    tokens_B = torch.arange(300, device="cuda") % config.vocab_size
+    count = min(max(300, (1 << 26) // config.vocab_size), 1 << 17)
+    logits_BV = prover.random(count, config.vocab_size, dtype=torch.float32) * 4
+    tokens_B = torch.arange(count, device="cuda") % config.vocab_size
     wanted = torch.stack(logprob._reduce(logits_BV, tokens_B), 1)
     prover.plain(
         "log softmax",
@@ -259,7 +260,7 @@ def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
         wanted,
         lambda: [
             (torch.stack(logprob._reduce(logits_BV[s], tokens_B[s]), 1), wanted[s])
-            for s in (*spans[:3], slice(0, 300))
+            for s in (*spans[:3], slice(0, count))
         ],
     )
 
@@ -272,9 +273,10 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
     length, page, wide = 2 * kernels.CHUNK + 77, 16, torch.float32
     q_THE = prover.random(length, heads, width, dtype=dtype)
-    pages = [prover.random(-(-length // page), page, kv_heads, width, dtype=dtype) for _ in "kv"]
-    k_TKE, v_TKE = (x.flatten(0, 1)[:length] for x in pages)
-    table_1P = torch.arange(len(pages[0]), device="cuda").unsqueeze(0)
+    shape = (-(-length // page), page, kv_heads, width)
+    k_pages, v_pages = prover.random(*shape, dtype=dtype), prover.random(*shape, dtype=dtype)
+    k_TKE, v_TKE = (x.flatten(0, 1)[:length] for x in (k_pages, v_pages))
+    table_1P = torch.arange(len(k_pages), device="cuda").unsqueeze(0)
     name = f"{heads}/{kv_heads} heads of {width}"
 
     def packed() -> Tensor:
@@ -288,18 +290,16 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
         starts = list(range(0, count * len(ends) + 1, count))
         layout = PagedLayout(starts, ends, table_1P.expand(len(ends), -1))
         q = torch.cat([q_THE[row] for row in rows])
-        return kernels.paged_forward(q, *pages, layout, wide), torch.cat([wanted[r] for r in rows])
+        got = kernels.paged_forward(q, k_pages, v_pages, layout, wide)
+        return got, torch.cat([wanted[row] for row in rows])
 
     each = list(range(1, length + 1))
-    split = [[length], [2 * kernels.CHUNK], [kernels.CHUNK + 1]] + [
-        [n] for n in each[:: -length // 9]
-    ]
+    alone = (length, 2 * kernels.CHUNK, kernels.CHUNK + 1, *each[1 :: length // 9])
+    spans = ((length, length), (1100, 999), (700, 63))
     schedules = {
         "decode": lambda: [paged(each, 1)],
-        "split decode": lambda: [paged(ends, 1) for ends in split],
-        "prefill": lambda: [
-            paged([end], n) for end, n in ((length, length), (1100, 999), (700, 63))
-        ],
+        "split decode": lambda: [paged([end], 1) for end in alone],
+        "prefill": lambda: [paged([end], count) for end, count in spans],
     }
     for schedule, pairs in schedules.items():
         if not prover.keep(f"attention, {schedule}", name, pairs):
@@ -330,7 +330,7 @@ def _cache_file(config: ModelConfig, dtype: torch.dtype, seed: int) -> Path:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA kernel driver, or the CUDA version that it offers where that is hidden."""
+    """Of the NVIDIA kernel driver, or torch's CUDA version where that is hidden."""
     path = Path("/proc/driver/nvidia/version")
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
-    return found[0] if found else str(torch._C._cuda_getDriverVersion())
+    return found[0] if found else f"CUDA {torch.version.cuda}"

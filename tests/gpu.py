@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -37,7 +38,7 @@ def same_bits(got: Tensor, wanted: Tensor) -> int:
 
 def pages_of(k_TKE: Tensor, v_TKE: Tensor, starts: list[int], page_size: int):
     """The same keys and values in shuffled pages; unused slots hold NaN."""
-    lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    lens = [end - start for start, end in pairwise(starts)]
     counts = [-(-length // page_size) for length in lens]
     order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(1)).tolist()
     shape = (sum(counts) + 2, page_size, *k_TKE.shape[1:])

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """attention on CUDA (contract: op.py): one forward kernel for packed, prefill and decode.
 
 A KV head's query heads share its keys: row r of a sequence is query r div GROUP, head r mod GROUP
@@ -15,10 +16,9 @@ from typing import NamedTuple
 import numpy
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from shared_ops.attention import backward_kernels
+from shared_ops.attention import backward_kernels, forward_kernels
 
 KV_TILE = 64
 CHUNK = 1024
@@ -27,14 +27,36 @@ SPLIT_PROGRAMS = 264
 
 
 class Schedule(NamedTuple):
+    """Rows in a tile, warps, and depth of the software pipeline."""
+
     rows: int
     warps: int
     stages: int
 
 
-SMALL = Schedule(16, 4, 3)
-LARGE = Schedule(64, 4, 3)
-BACKWARD_ROWS = Schedule(64, 4, 2)
+SMALL = Schedule(16, 2, 2)
+
+
+def small_schedule(group: int) -> Schedule:
+    """For decode and tails of prompts: a tile holds at least one query of the group."""
+    return SMALL._replace(rows=max(SMALL.rows, triton.next_power_of_2(group)))
+
+
+def large_schedule(width: int, dtype: torch.dtype) -> Schedule:
+    """For prompts and packed rows: the fastest measured on an H200 that fits shared memory."""
+    if dtype == torch.float32:
+        return Schedule(16, 4, 1)
+    if width > 128:
+        return Schedule(64, 8, 2)
+    return Schedule(128, 8, 3) if width > 64 else Schedule(64, 4, 3)
+
+
+def backward_schedule(width: int, dtype: torch.dtype) -> Schedule:
+    if dtype == torch.float32:
+        return Schedule(16, 4, 1)
+    if width > 128:
+        return Schedule(64, 8, 1)
+    return Schedule(64, 4, 2) if width > 64 else Schedule(128, 8, 2)
 
 
 class Source(NamedTuple):
@@ -52,6 +74,10 @@ class Source(NamedTuple):
 def _integers(values: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 on the device; the layers of a forward ask for the same ones."""
     return torch.from_numpy(numpy.array(values, dtype=numpy.int32)).to(device)
+
+
+def _given_or_copied(given: Tensor | None, values: list[int], device: torch.device) -> Tensor:
+    return _integers(tuple(values), device) if given is None else given
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,8 +119,9 @@ def packed_forward(
     source = Source(_rows_contiguous(k_TKE), _rows_contiguous(v_TKE), begin, begin, begin, 0)
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=q_THE.device)
     lse_TH = torch.empty(q_THE.shape[:2], dtype=torch.float32, device=q_THE.device)
-    tiles = _tiles(lens, LARGE.rows, 0, 1 << 40, q_THE.device)
-    attend(_rows_contiguous(q_THE), source, tiles, LARGE, o_THE, lse_TH)
+    schedule = large_schedule(q_THE.shape[2], q_THE.dtype)
+    tiles = _tiles(lens, schedule.rows, 0, 1 << 40, q_THE.device)
+    attend(_rows_contiguous(q_THE), source, tiles, schedule, o_THE, lse_TH)
     return o_THE, lse_TH
 
 
@@ -107,23 +134,23 @@ def paged_forward(
 ) -> Tensor:
     device, group = q_THE.device, q_THE.shape[1] // k_pages_PSKE.shape[2]
     lens = _lengths(layout.query_starts, group)
-    contexts = tuple(layout.context_lens)
     source = Source(
         k_pages_PSKE.flatten(0, 1),
         v_pages_PSKE.flatten(0, 1),
-        _integers(tuple(layout.query_starts), device),
-        _integers(contexts, device),
+        _given_or_copied(layout.query_starts_B1, layout.query_starts, device),
+        _given_or_copied(layout.contexts_B, layout.context_lens, device),
         layout.page_table_BP,
         k_pages_PSKE.shape[1],
     )
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=device)
     q_THE = _rows_contiguous(q_THE)
-    small = SMALL._replace(rows=max(SMALL.rows, triton.next_power_of_2(group)))
+    small, large = small_schedule(group), large_schedule(q_THE.shape[2], q_THE.dtype)
     few = _tiles(lens, small.rows, 0, small.rows, device)
-    chunks = -(-max(contexts) // CHUNK)
+    chunks = -(-max(layout.context_lens) // CHUNK)
     split = chunks > 1 and len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
     attend(q_THE, source, few, small, o_THE, None, chunks if split else 1)
-    attend(q_THE, source, _tiles(lens, LARGE.rows, small.rows, 1 << 40, device), LARGE, o_THE, None)
+    many = _tiles(lens, large.rows, small.rows, 1 << 40, device)
+    attend(q_THE, source, many, large, o_THE, None)
     return o_THE
 
 
@@ -152,14 +179,14 @@ def attend(
     shape = {"GROUP": heads // kv_heads, "ROWS": schedule.rows, "WIDE": wide, "CHUNK": CHUNK}
     common = (o_THE, o_THE if lse_TH is None else lse_TH, state, tiles, source.starts)
     contexts = (source.contexts, source.page_table, source.page_table.stride(0))
-    _forward[(len(tiles), kv_heads, chunks)](
+    forward_kernels.forward[(len(tiles), kv_heads, chunks)](
         q_THE, source.k_NKE, source.v_NKE, *common, *contexts, heads, width, q_THE.stride(0),
         source.k_NKE.stride(0), source.v_NKE.stride(0), width**-0.5 * LOG2_E,
         TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, LSE=lse_TH is not None, **shape,
         num_warps=schedule.warps, num_stages=schedule.stages,
     )  # fmt: skip
     if chunks > 1:
-        _merge_chunks[(len(tiles), kv_heads)](
+        forward_kernels.merge_chunks[(len(tiles), kv_heads)](
             *common, *contexts[:1], heads, width, chunks, PAGED=source.page_size > 0,
             LSE=lse_TH is not None, **shape, num_warps=4,
         )  # fmt: skip
@@ -186,9 +213,10 @@ def packed_backward(do_THE, q_THE, k_TKE, v_TKE, o_THE, lse_TH, starts: list[int
         do_THE, lse_TH, delta_TH, _integers(tuple(starts), device), heads, width, q_THE.stride(0),
         k_TKE.stride(0), v_TKE.stride(0), width**-0.5,
     )  # fmt: skip
-    shape = {"GROUP": group, "ROWS": BACKWARD_ROWS.rows, "TILE": KV_TILE, "WIDE": wide}
-    options = {"num_warps": BACKWARD_ROWS.warps, "num_stages": BACKWARD_ROWS.stages}
-    row_tiles = _tiles(_lengths(starts, group), BACKWARD_ROWS.rows, 0, 1 << 40, device)
+    schedule = backward_schedule(width, q_THE.dtype)
+    shape = {"GROUP": group, "ROWS": schedule.rows, "TILE": KV_TILE, "WIDE": wide}
+    options = {"num_warps": schedule.warps, "num_stages": schedule.stages}
+    row_tiles = _tiles(_lengths(starts, group), schedule.rows, 0, 1 << 40, device)
     kv_tiles = _tiles(_lengths(starts), KV_TILE, 0, 1 << 40, device).flip(0).contiguous()
     if tokens:
         backward_kernels.gradient_of_queries[(len(row_tiles), kv_heads)](
@@ -198,231 +226,3 @@ def packed_backward(do_THE, q_THE, k_TKE, v_TKE, o_THE, lse_TH, starts: list[int
             q_THE, k_TKE, v_TKE, dk_TKE, dv_TKE, kv_tiles, *rest, **shape, **options
         )
     return dq_THE, dk_TKE, dv_TKE
-
-
-@triton.jit
-def _scores(q, k):
-    return tl.dot(q, k.T, input_precision="ieee")
-
-
-@triton.jit
-def _offsets(n, limit, start, pages_ptr, stride, PAGE: tl.constexpr):
-    """Where positions n lie in the keys; those at or after the limit repeat position 0's page."""
-    if PAGE == 0:
-        return (start + n).to(tl.int64) * stride
-    page = tl.load(pages_ptr + n // PAGE, mask=n < limit, other=0).to(tl.int64)
-    return (page * PAGE + n % PAGE) * stride
-
-
-@triton.jit
-def _advance(
-    top,
-    total,
-    acc,
-    q,
-    last,
-    low,
-    high,
-    k_ptr,
-    v_ptr,
-    start,
-    pages_ptr,
-    stride_k,
-    stride_v,
-    width: tl.constexpr,
-    scale,
-    TILE: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The online softmax over the tiles from `low` to `high` (Milakov & Gimelshein 2018).
-
-    The multiply-adds are spelled out, so that no compiler choice can tell two schedules apart.
-    Unmasked tiles are a shorter way to the same bits.
-    """
-    e = tl.arange(0, WIDE)
-    ones = tl.full((TILE, 16), 1.0, q.dtype)
-    for first in range(low, high, TILE):
-        n = first + tl.arange(0, TILE)
-        k_ptrs = k_ptr + _offsets(n, high, start, pages_ptr, stride_k, PAGE)[:, None] + e[None, :]
-        v_ptrs = v_ptr + _offsets(n, high, start, pages_ptr, stride_v, PAGE)[:, None] + e[None, :]
-        inside = (n[:, None] < high) & (e[None, :] < width)
-        if MASKED:
-            k = tl.load(k_ptrs, mask=inside, other=0.0)
-        else:
-            k = tl.load(k_ptrs) if width == WIDE else tl.load(k_ptrs, mask=inside, other=0.0)
-        s = _scores(q, k)
-        if MASKED:
-            s = tl.where(n[None, :] <= last[:, None], s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1) * scale)
-        level = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-        p = tl.exp2(tl.fma(s, scale, -level[:, None])).to(q.dtype)
-        decay = tl.exp2(top - level)[:, None]
-        if MASKED:
-            v = tl.load(v_ptrs, mask=inside, other=0.0)
-        else:
-            v = tl.load(v_ptrs) if width == WIDE else tl.load(v_ptrs, mask=inside, other=0.0)
-        total = tl.dot(p, ones, total * decay, input_precision="ieee")
-        acc = tl.dot(p, v, acc * decay, input_precision="ieee")
-        top = new_top
-    return top, total, acc
-
-
-@triton.jit
-def _merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
-    """Two states that cover neighbouring chunks, the left one first."""
-    new_top = tl.maximum(top, chunk_top)
-    level = tl.where(new_top == float("-inf"), 0.0, new_top)
-    left = tl.exp2(top - level)
-    right = tl.exp2(chunk_top - level)
-    total = tl.fma(total, left, chunk_total * right)
-    acc = tl.fma(acc, left[:, None], chunk_acc * right[:, None])
-    return new_top, total, acc
-
-
-@triton.jit
-def _finish(
-    top, total, acc, o_ptr, lse_ptr, token, head, valid, heads, width: tl.constexpr,
-    WIDE: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    e = tl.arange(0, WIDE)
-    row = token.to(tl.int64) * heads + head
-    o = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
-    inside = valid[:, None] & (e[None, :] < width)
-    o_ptrs = o_ptr + row[:, None] * width + e[None, :]
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=inside)
-    if LSE:
-        tl.store(lse_ptr + row, top + tl.log2(total), mask=valid)
-
-
-@triton.jit
-def _row_tile(tiles_ptr, starts_ptr, contexts_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-              PAGED: tl.constexpr):  # fmt: skip
-    """Of this program: sequence, its first token, context, and each row's query, head, validity.
-
-    Rows past the end repeat the last query; they are not stored.
-    """
-    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-    first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
-    start = tl.load(starts_ptr + sequence)
-    queries = tl.load(starts_ptr + sequence + 1) - start
-    context = tl.load(contexts_ptr + sequence) if PAGED else queries
-    row = first + tl.arange(0, ROWS)
-    query = tl.minimum(row // GROUP, queries - 1)
-    head = tl.program_id(1) * GROUP + row % GROUP
-    lowest = context - queries + first // GROUP
-    highest = context - queries + tl.minimum((first + ROWS - 1) // GROUP, queries - 1)
-    valid = row < queries * GROUP
-    return sequence, start, context - queries, query, head, valid, lowest, highest
-
-
-@triton.jit
-def _forward(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    state_ptr,
-    tiles_ptr,
-    starts_ptr,
-    contexts_ptr,
-    pages_ptr,
-    stride_table,
-    heads,
-    width: tl.constexpr,
-    stride_q,
-    stride_k,
-    stride_v,
-    scale,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    LSE: tl.constexpr,
-):
-    sequence, start, before, query, head, valid, lowest, highest = _row_tile(
-        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGE > 0
-    )
-    kv_head = tl.program_id(1)
-    e = tl.arange(0, WIDE)
-    q_ptrs = q_ptr + ((start + query).to(tl.int64) * stride_q + head * width)[:, None] + e[None, :]
-    q = tl.load(q_ptrs, mask=e[None, :] < width, other=0.0)
-    pages = pages_ptr + sequence.to(tl.int64) * stride_table
-    k_base = k_ptr + kv_head * width
-    v_base = v_ptr + kv_head * width
-    last = before + query
-    stop = highest + 1
-    seen_by_all = (lowest + 1) // TILE * TILE
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
-    chunk_low = tl.program_id(2) * CHUNK if SPLIT else 0
-    chunk_stop = tl.minimum(stop, chunk_low + CHUNK) if SPLIT else stop
-    for low in range(chunk_low, chunk_stop, CHUNK):
-        high = tl.minimum(stop, low + CHUNK)
-        middle = tl.maximum(tl.minimum(seen_by_all, high), low)
-        chunk_top = tl.full((ROWS,), float("-inf"), tl.float32)
-        chunk_total = tl.zeros((ROWS, 16), tl.float32)
-        chunk_acc = tl.zeros((ROWS, WIDE), tl.float32)
-        chunk_top, chunk_total, chunk_acc = _advance(
-            chunk_top, chunk_total, chunk_acc, q, last, low, middle, k_base, v_base, start, pages,
-            stride_k, stride_v, width, scale, TILE, WIDE, PAGE, False,
-        )  # fmt: skip
-        chunk_top, chunk_total, chunk_acc = _advance(
-            chunk_top, chunk_total, chunk_acc, q, last, middle, high, k_base, v_base, start, pages,
-            stride_k, stride_v, width, scale, TILE, WIDE, PAGE, True,
-        )  # fmt: skip
-        top, total, acc = _merge(top, total, acc, chunk_top, tl.max(chunk_total, 1), chunk_acc)
-    if SPLIT:
-        slot = (tl.program_id(0) * tl.num_programs(1) + kv_head) * tl.num_programs(2)
-        base = state_ptr + (slot + tl.program_id(2)).to(tl.int64) * ROWS * (WIDE + 2)
-        r = tl.arange(0, ROWS)
-        if chunk_low < stop:
-            tl.store(base + r[:, None] * WIDE + e[None, :], acc)
-            tl.store(base + ROWS * WIDE + r, top)
-            tl.store(base + ROWS * (WIDE + 1) + r, total)
-    else:
-        _finish(
-            top, total, acc, o_ptr, lse_ptr, start + query, head, valid, heads, width, WIDE, LSE
-        )
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _merge_chunks(
-    o_ptr,
-    lse_ptr,
-    state_ptr,
-    tiles_ptr,
-    starts_ptr,
-    contexts_ptr,
-    heads,
-    width: tl.constexpr,
-    chunks,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDE: tl.constexpr,
-    PAGED: tl.constexpr,
-    LSE: tl.constexpr,
-):
-    _, start, _, query, head, valid, _, highest = _row_tile(
-        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGED
-    )
-    r = tl.arange(0, ROWS)
-    e = tl.arange(0, WIDE)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
-    slot = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * chunks
-    for chunk in range(0, tl.cdiv(highest + 1, CHUNK)):
-        base = state_ptr + (slot + chunk).to(tl.int64) * ROWS * (WIDE + 2)
-        chunk_acc = tl.load(base + r[:, None] * WIDE + e[None, :])
-        chunk_top = tl.load(base + ROWS * WIDE + r)
-        chunk_total = tl.load(base + ROWS * (WIDE + 1) + r)
-        top, total, acc = _merge(top, total, acc, chunk_top, chunk_total, chunk_acc)
-    _finish(top, total, acc, o_ptr, lse_ptr, start + query, head, valid, heads, width, WIDE, LSE)

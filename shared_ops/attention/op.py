@@ -23,6 +23,7 @@ increasing order, those over positions in KV tiles in increasing order, none wit
 bit-equal from run to run for one packing.
 """
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -51,7 +52,7 @@ class PagedLayout(NamedTuple):
     contexts_B: Tensor | None = None
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("attention", x) if x.is_cuda else reference
 
 

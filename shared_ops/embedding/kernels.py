@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """embedding on CUDA (contract: op.py)."""
 
 import torch

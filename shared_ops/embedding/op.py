@@ -4,6 +4,8 @@ Contract: a copy, no sums. Backward: the gradient of a row adds its tokens in in
 in float32, without atomics.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from shared_ops import cuda
 from shared_ops.embedding import reference
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("embedding", x) if x.is_cuda else reference
 
 

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """logprob on CUDA (contract: op.py).
 
 A row's vocabulary is reduced in chunks of `CHUNK`, each in one program; how a chunk is added
@@ -22,7 +23,7 @@ def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -
     logits_BV = product(hidden_BD, head_VD, out_dtype=torch.float32)
     rows, vocabulary = logits_BV.shape
     if rows:
-        grid = (triton.cdiv(vocabulary, CHUNK), rows)
+        grid = (rows, triton.cdiv(vocabulary, CHUNK))
         _scale[grid](logits_BV, temperature_B.contiguous(), vocabulary, vocab_limit, CHUNK=CHUNK)
     return logits_BV
 
@@ -40,7 +41,7 @@ def _reduce(logits_BV: Tensor, tokens_B: Tensor) -> tuple[Tensor, Tensor, Tensor
     if rows == 0:
         return out[0], out[1], out[2], out[3]
     parts = [logits_BV.new_empty((rows, chunks)) for _ in range(3)]
-    _reduce_chunk[(chunks, rows)](logits_BV, *parts, vocabulary, chunks, CHUNK=CHUNK, num_warps=4)
+    _reduce_chunk[(rows, chunks)](logits_BV, *parts, vocabulary, chunks, CHUNK=CHUNK, num_warps=4)
     padded = triton.next_power_of_2(chunks)
     _reduce_row[(rows,)](
         logits_BV, tokens_B.contiguous(), *parts, *out, vocabulary, chunks, CHUNKS=padded,
@@ -77,7 +78,7 @@ def token_logprobs_backward(
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         dlogits_BV = torch.empty_like(logits_BV, dtype=hidden_TD.dtype)
-        grid = (triton.cdiv(logits_BV.shape[1], CHUNK), logits_BV.shape[0])
+        grid = (logits_BV.shape[0], triton.cdiv(logits_BV.shape[1], CHUNK))
         _gradient[grid](
             logits_BV, targets_T[rows].contiguous(), scale_T[rows], *saved_2T[:, rows].contiguous(),
             dlogits_BV, logits_BV.shape[1], CHUNK=CHUNK,
@@ -96,8 +97,8 @@ def _wide_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 @triton.jit
 def _row_and_chunk(vocabulary, CHUNK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    v = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    row = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     return row, v, row * vocabulary + v
 
 
@@ -119,7 +120,7 @@ def _reduce_chunk(
     top = tl.max(x, 0)
     shifted = x - tl.where(top == float("-inf"), 0.0, top)
     p = tl.exp(shifted)
-    to = row * chunks + tl.program_id(0)
+    to = row * chunks + tl.program_id(1)
     tl.store(top_ptr + to, top)
     tl.store(sum_ptr + to, tl.sum(p, 0))
     tl.store(weighted_ptr + to, tl.sum(p * tl.maximum(shifted, -1e4), 0))

@@ -5,11 +5,17 @@ vocabulary rows >= `vocab_limit` (padding that no tokenizer entry stands for). T
 has no order; exp(logit - maximum) is summed in an order that depends on V only; the log
 probability is (chosen - maximum) - log(sum), each operation rounded to float32. Nothing is ever
 rounded below float32. A row's bits depend on that row, its temperature and the head only.
+CUDA: the vocabulary is reduced in chunks of 4096, each against its own maximum, and the chunks'
+sums are brought to the row's maximum and added in one fixed order.
 
 The sampler calls `scaled_logits`, draws, and calls `select_logprobs`; the trainer calls
 `token_logprobs`, which runs the same two functions on row blocks and keeps no [T, V] array.
-Backward: logits are recomputed per row block; sums over tokens run in increasing order.
+Backward: logits are recomputed per row block; sums over tokens run in increasing order. CUDA:
+d logits is rounded to the input's dtype and both products are the library's; the blocks of d head
+are added in float32. It is bit-equal from run to run for one packing.
 """
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,7 +24,7 @@ from shared_ops import cuda
 from shared_ops.logprob import reference
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("logprob", x) if x.is_cuda else reference
 
 

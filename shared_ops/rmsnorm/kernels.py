@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """rmsnorm on CUDA (contract: op.py): each row is reduced inside one program.
 
 How a row's squares are added follows from the tile and its register layout, and both follow from

@@ -4,8 +4,13 @@ Contract: everything in float32; the squares of a row are summed in an order tha
 width only; y = (x * (1 / sqrt(mean + eps))) * w, each operation rounded to float32, one rounding
 to the input's dtype at the end. A row's bits depend on that row and the weight only.
 
-Backward: rows by themselves; dw sums over rows, bit-equal from run to run.
+CUDA: a row is summed inside one program, in the order of a register layout that the width fixes.
+
+Backward: rows by themselves; dw sums over rows, bit-equal from run to run (CUDA: runs of rows in
+parallel, their sums added in one fixed order).
 """
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,7 +19,7 @@ from shared_ops import cuda
 from shared_ops.rmsnorm import reference
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("rmsnorm", x) if x.is_cuda else reference
 
 

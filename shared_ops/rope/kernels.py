@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """rope on CUDA (contract: op.py). Fused multiply-add is off: each operation is rounded."""
 
 import torch

@@ -7,6 +7,8 @@ from `shared_ops.model.rope_table`, a function of the position only.
 Backward: the rotation by the opposite angle.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from shared_ops import cuda
 from shared_ops.rope import reference
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("rope", x) if x.is_cuda else reference
 
 

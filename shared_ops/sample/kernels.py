@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """sample on CUDA (contract: op.py): the vocabulary in chunks, then the best of the chunks."""
 
 import torch
@@ -26,7 +27,7 @@ def _search(logits_BV: Tensor, keys_B2: Tensor, positions_B: Tensor, noise: bool
         return tokens_B
     score_BJ = torch.empty((rows, chunks), dtype=torch.float32, device=logits_BV.device)
     index_BJ = torch.empty((rows, chunks), dtype=torch.int32, device=logits_BV.device)
-    _best_of_chunk[(chunks, rows)](
+    _best_of_chunk[(rows, chunks)](
         logits_BV.contiguous(), keys_B2.contiguous(), positions_B.contiguous(), score_BJ, index_BJ,
         vocabulary, chunks, NOISE=noise, BLOCKS=CHUNK // 4, num_warps=4,
     )  # fmt: skip
@@ -46,7 +47,7 @@ def philox_words(keys_B2: Tensor, positions_B: Tensor, vocabulary: int) -> Tenso
     """[B, vocabulary] int64 words that `draw` uses, for checking them against another device."""
     rows, blocks = keys_B2.shape[0], triton.cdiv(vocabulary, 4)
     words_BW4 = torch.empty((rows, blocks, 4), dtype=torch.int64, device=keys_B2.device)
-    _write_words[(triton.cdiv(blocks, 256), rows)](
+    _write_words[(rows, triton.cdiv(blocks, 256))](
         keys_B2.contiguous(), positions_B.contiguous(), words_BW4, blocks, BLOCKS=256
     )
     return words_BW4.flatten(1)[:, :vocabulary]
@@ -82,8 +83,8 @@ def _row_key(keys_ptr, positions_ptr, row):
 
 @triton.jit
 def _write_words(keys_ptr, positions_ptr, words_ptr, blocks, BLOCKS: tl.constexpr):
-    row = tl.program_id(1)
-    b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    row = tl.program_id(0)
+    b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     k0, k1, position = _row_key(keys_ptr, positions_ptr, row)
     w0, w1, w2, w3 = _philox(b.to(tl.uint32), position, k0, k1)
     ptrs = words_ptr + (row * blocks + b) * 4
@@ -132,8 +133,8 @@ def _best_of_chunk(
     NOISE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    row = tl.program_id(1)
+    row = tl.program_id(0)
+    chunk = tl.program_id(1)
     b = chunk * BLOCKS + tl.arange(0, BLOCKS)
     logits = logits_ptr + row.to(tl.int64) * vocabulary
     words = (b, b, b, b)

@@ -4,11 +4,14 @@ Contract: Gumbel-max. The drawn token is the argmax over v of logits[v] + g[v] i
 lowest v on ties, with g = -log(-log u) rounded to float32. u = (x + 1/2) / 2^32, and x is word
 v mod 4 of Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") at
 counter (v div 4, position, 0, 0) under the request's key. A maximum has no order, so splitting
-the vocabulary cannot change the token.
+the vocabulary cannot change the token. CUDA has the same words, and takes the logarithms in float32
+(near u = 1 by a series in 1 - u), so a draw can differ from a CPU's where two scores almost tie.
 
 A row with a NaN has no maximum: it gives some number in 0..V (V on the CPU) and no other row feels
 it. Its log probability is NaN, which the caller has to refuse; looking here would stall a GPU.
 """
+
+from types import ModuleType
 
 from torch import Tensor
 
@@ -16,7 +19,7 @@ from shared_ops import cuda
 from shared_ops.sample import reference
 
 
-def _schedules(x: Tensor):
+def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("sample", x) if x.is_cuda else reference
 
 

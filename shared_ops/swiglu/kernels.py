@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportIndexIssue=false
 """swiglu on CUDA (contract: op.py). Fused multiply-add is off: each operation is rounded."""
 
 import torch
@@ -13,7 +14,7 @@ def forward(gate_up_T2F: Tensor) -> Tensor:
     rows, width = rows_R2F.shape[0], rows_R2F.shape[1] // 2
     y_RF = torch.empty((rows, width), dtype=rows_R2F.dtype, device=rows_R2F.device)
     if rows:
-        grid = (triton.cdiv(width, BLOCK), rows)
+        grid = (rows, triton.cdiv(width, BLOCK))
         _forward[grid](rows_R2F, y_RF, width, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
     return y_RF.view(*gate_up_T2F.shape[:-1], width)
 
@@ -23,15 +24,15 @@ def backward(dy_TF: Tensor, gate_up_T2F: Tensor) -> Tensor:
     rows, width = rows_R2F.shape[0], rows_R2F.shape[1] // 2
     d_R2F = torch.empty_like(rows_R2F)
     if rows:
-        grid = (triton.cdiv(width, BLOCK), rows)
+        grid = (rows, triton.cdiv(width, BLOCK))
         _backward[grid](dy_TF.contiguous(), rows_R2F, d_R2F, width, BLOCK=BLOCK, num_warps=4)
     return d_R2F.view(gate_up_T2F.shape)
 
 
 @triton.jit
 def _gate_and_up(gate_up_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    f = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = gate_up_ptr + row * 2 * width
     gate = tl.load(base + f, mask=f < width, other=0.0).to(tl.float32)
     up = tl.load(base + width + f, mask=f < width, other=0.0).to(tl.float32)
