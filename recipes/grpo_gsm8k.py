@@ -30,12 +30,11 @@ def run(config: RunConfig) -> dict[str, str]:
         return {}
     run_folder.prepare(folder, config)
     config = plan.with_kv_pages(config, task, model_folder)
-    with runtime.start(config, model_folder) as sides:
-        job = Job(config, folder, task, sides)
+    with runtime.start(config, model_folder) as sides, Job(config, folder, task, sides) as job:
         for step in range(job.begin(), config.steps):
             watch = Stopwatch()
             rows, prompts = task.batch(config, step)
-            groups = sides.rollout.generate(prompts, sampling(config, step))
+            groups = sides.rollout.generate(prompts, sampling(config, step, prompts))
             watch("rollout")
             rewards = task.rewards(rows, groups)
             samples = job.samples(step, groups, rewards)
@@ -49,16 +48,23 @@ def run(config: RunConfig) -> dict[str, str]:
         return job.end()
 
 
-def sampling(config: RunConfig, step: int):
-    """How the completions of a step are drawn; every step has a seed of its own."""
+def sampling(config: RunConfig, step: int, prompts: Sequence[Sequence[int]]):
+    """How the completions of a step are drawn: a seed for every step, and no draw used twice.
+
+    A prompt that a batch holds again (data smaller than a batch) goes on with later samples.
+    """
     from rollout.request import SamplingParams
 
-    return SamplingParams(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        n=config.group_size,
-        seed=config.seed * 1_000_003 + step,
-    )
+    return [
+        SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            n=config.group_size,
+            seed=config.seed * 1_000_003 + step,
+            first_sample=config.group_size * list(prompts[:place]).count(prompt),
+        )
+        for place, prompt in enumerate(prompts)
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -26,40 +26,47 @@ Groups = Sequence[Sequence[Completion]]
 
 
 class Job:
-    """One run under way: `begin`, then for each step the methods below, then `end`."""
+    """One run under way: `begin`, then for each step the methods below, then `end`.
+
+    A resumed run's last checkpoint is loaded when it is made.
+    """
 
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
         self.config, self.folder, self.task, self.sides = config, folder, task, sides
         self.before: dict[str, Accuracy] = {}
 
+        latest = find_latest(folder.checkpoints) if folder.resumed else None
+        self.resumed = sides.trainer.load(str(latest)) if latest else {}
+        self.log = RunLog(
+            folder.path,
+            total_steps=config.steps,
+            wandb_mode=config.wandb,
+            config=dataclasses.asdict(config),
+            resume_step=self.resumed.get("next_step", 0) if folder.resumed else None,
+        )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self.log.close(exit_code=0 if kind is None else 1)
+
     def begin(self) -> int:
-        """Load the last checkpoint of a resumed run, align both sides, evaluate; the first step.
+        """Align both sides, and evaluate at the start of a new run; the step to begin with.
 
         Raises:
             RuntimeSetupError: the sides compute different bits, or hold different weights.
         """
-        extra = self._load_latest()
-        step = extra.get("next_step", 0)
-        self.log = RunLog(
-            self.folder.path,
-            total_steps=self.config.steps,
-            wandb_mode=self.config.wandb,
-            config=dataclasses.asdict(self.config),
-            resume_step=step if self.folder.resumed else None,
-        )
+        step = self.resumed.get("next_step", 0)
         if self.config.rollout.exact:
             self.log.say(self.sides.attest())
         self.sync_weights()
         if step:
-            self.before = {kind: Accuracy(*pair) for kind, pair in extra["before"].items()}
+            self.before = {kind: Accuracy(*pair) for kind, pair in self.resumed["before"].items()}
             self.log.say(f"resumed: step {step + 1} of {self.config.steps} comes next")
         else:
             self.before = self._evaluate("before", step)
         return step
-
-    def _load_latest(self) -> dict[str, Any]:
-        latest = find_latest(self.folder.checkpoints) if self.folder.resumed else None
-        return self.sides.trainer.load(str(latest)) if latest else {}
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights into the engine.

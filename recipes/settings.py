@@ -7,12 +7,12 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
 from trainer.config import TrainerConfig
 
 EMBEDDED = "embedded"
 GSM8K = "openai/gsm8k"
-INSTRUCTION = "Reason step by step, then write the final answer as a number after '####'."
 
 Mode = Literal["bitwise", "none", "tis", "mis"]
 

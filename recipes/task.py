@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,11 @@ def load_task(config: RunConfig, folder: Path) -> Task:
     """
     tokenizer = load_tokenizer(folder)
     encode = partial(
-        encode_prompts, tokenizer, instruction=config.instruction, enable_thinking=False
+        encode_prompts,
+        tokenizer,
+        instruction=config.instruction,
+        say=cache(print),
+        enable_thinking=False,
     )
     train = load_problems(config.data, "train")
     test, test_prompts = None, []
