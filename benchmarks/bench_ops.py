@@ -1,13 +1,15 @@
 """Times of the CUDA ops beside torch's own, both in one run; a table and a small JSON file.
 
 Device events, median of many, warm-up left out, the L2 cache flushed before each call, random
-data. Weights of one layer; "floor" is the larger of bytes at 4.25 TB/s and products at 790 TFLOP/s,
-what one H200 was measured to reach.
+data. Forward ops are replayed from a CUDA graph, as an engine would; backward ones are launched.
+Schedules are those that the attestation of the model's shapes allows. "floor" is the larger of
+bytes at 4.25 TB/s and products at 790 TFLOP/s, what one H200 was measured to reach.
 
 Example: python -m benchmarks.bench_ops --output benchmarks/results/ops_h200.json
 """
 
 import argparse
+import importlib
 import json
 import math
 import subprocess
@@ -22,9 +24,12 @@ from torch import Tensor
 
 from shared_ops import ordinary
 from shared_ops.attention.op import PagedLayout, packed_attention, paged_attention
+from shared_ops.attest_cuda import attest_cuda, driver_version
+from shared_ops.cuda import require_triton
 from shared_ops.embedding.op import embedding
 from shared_ops.linear.op import linear
 from shared_ops.logprob.op import scaled_logits, select_logprobs, token_logprobs
+from shared_ops.model.config import ModelConfig, RopeConfig
 from shared_ops.rmsnorm.op import rmsnorm
 from shared_ops.rope.op import rope
 from shared_ops.sample.op import draw
@@ -61,6 +66,26 @@ class Case(NamedTuple):
     ours: Callable[[], object]
     torchs: Callable[[], object]
     floor_us: float
+    is_captured: bool = True
+
+
+def config_of(model: Model) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3",
+        num_layers=1,
+        hidden_size=model.width,
+        intermediate_size=model.inner,
+        num_heads=model.heads,
+        num_kv_heads=model.kv_heads,
+        head_dim=model.head_width,
+        vocab_size=model.vocabulary,
+        max_positions=40960,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        qkv_bias=False,
+        qk_norm=True,
+        rope=RopeConfig("default", 1e6),
+    )
 
 
 def randn(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
@@ -159,7 +184,7 @@ def packed_cases(model: Model) -> Iterator[Case]:
         nbytes = 4 * tokens * (heads + kv_heads) * width
 
         def ours(leaves=leaves, starts=starts) -> Tensor:
-            return packed_attention(*leaves, starts)
+            return packed_attention(leaves[0], leaves[1], leaves[2], starts)
 
         def torchs(batched=batched) -> Tensor:
             return F.scaled_dot_product_attention(*batched, is_causal=True, enable_gqa=True)
@@ -171,6 +196,7 @@ def packed_cases(model: Model) -> Iterator[Case]:
             backward_of(ours, leaves),
             backward_of(torchs, batched),
             floor(3 * nbytes, 2.5 * flop),
+            is_captured=False,
         )
 
 
@@ -223,6 +249,7 @@ def trained_head_cases(model: Model, head_VD: Tensor) -> Iterator[Case]:
         lambda: step(token_logprobs),
         lambda: step(ordinary.token_logprobs),
         floor(0, 3 * flop),
+        is_captured=False,
     )
     ids = torch.randint(0, vocabulary, (8192,), device="cuda")
     ours, torchs = embedding(ids, head_VD), F.embedding(ids, head_VD)
@@ -233,15 +260,27 @@ def trained_head_cases(model: Model, head_VD: Tensor) -> Iterator[Case]:
         lambda: torch.autograd.grad(ours, head_VD, direction, retain_graph=True),
         lambda: torch.autograd.grad(torchs, head_VD, direction, retain_graph=True),
         floor(2 * head_VD.numel() + 4 * direction.numel()),
+        is_captured=False,
     )
 
 
-def measure(run: Callable[[], object], milliseconds: int) -> float:
-    """Median microseconds."""
-    from triton.testing import do_bench
+def replay_of(run: Callable[[], object]) -> Callable[[], object]:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        run()
+    return graph.replay
 
-    with torch.cuda.device(0):
-        return do_bench(run, warmup=5, rep=milliseconds, return_mode="median") * 1e3
+
+def measure(run: Callable[[], object], is_captured: bool, milliseconds: int) -> float:
+    """Median microseconds."""
+    do_bench = importlib.import_module("triton.testing").do_bench
+    run = replay_of(run) if is_captured else run
+    return do_bench(run, warmup=5, rep=milliseconds, return_mode="median") * 1e3
 
 
 def commit_of(given: str | None) -> str:
@@ -256,9 +295,6 @@ def commit_of(given: str | None) -> str:
 
 
 def environment(commit: str | None) -> dict[str, str]:
-    from shared_ops.attest_cuda import driver_version
-    from shared_ops.cuda import require_triton
-
     return {
         "device": torch.cuda.get_device_name(),
         "driver": driver_version(),
@@ -271,9 +307,13 @@ def environment(commit: str | None) -> dict[str, str]:
 def run_all(models: tuple[Model, ...], milliseconds: int) -> list[dict]:
     makers = (linear_cases, row_cases, decode_cases, packed_cases, head_cases)
     rows = []
+    for model in models:
+        attest_cuda(config_of(model), DTYPE)
     print(f"{'op':<36}{'shape':<36}{'ours':>10}{'torch':>10}{'floor':>10}{'torch/ours':>12}")
     for case in (case for model in models for make in makers for case in make(model)):
-        ours, torchs = (measure(run, milliseconds) for run in (case.ours, case.torchs))
+        ours, torchs = (
+            measure(run, case.is_captured, milliseconds) for run in (case.ours, case.torchs)
+        )
         row = {"op": case.op, "shape": case.shape, "ours_us": ours, "torch_us": torchs}
         rows.append({k: v if isinstance(v, str) else round(v, 1) for k, v in row.items()})
         rows[-1]["floor_us"] = round(case.floor_us, 1)

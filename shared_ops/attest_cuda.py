@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from shared_ops.attest_report import AttestationError, Check, Report, product_sh
 from shared_ops.cuda import require_device, require_triton
 from shared_ops.model.config import ModelConfig
 
-MANY_ROWS = 1600
+if TYPE_CHECKING:
+    from shared_ops.products import Shape
+
 ODD_ROWS = (1, 15, 17, 33, 65, 129, 257, 600)
-LIBRARY_COUNTS = (*range(1, 321), *range(321, 640, 16), 640, 777, 1024, 1279, 1536, 1600)
-SPARSE_COUNTS = (513, 640, 777, 1024, 1279, 1536, 1600)
 VALUES = 1_000_000
 
 
@@ -125,39 +126,50 @@ def attest_cuda(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Repor
 def _apply(verdict: dict, dtype: torch.dtype) -> None:
     from shared_ops import products
 
-    rows = {
-        products.Shape(depth, columns, dtype, getattr(torch, out), transposed): first
-        for depth, columns, out, transposed, first in verdict["library_rows"]
+    outside = {
+        products.Shape(depth, columns, dtype, getattr(torch, out), transposed): frozenset(
+            rows for first, last in runs for rows in range(first, last + 1)
+        )
+        for depth, columns, out, transposed, runs in verdict["libraries"]
     }
-    products.restrict(rows, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
+    products.restrict(outside, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
 
 
 def _prove(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict:
     start, prover = time.perf_counter(), _Prover(seed)
-    library_rows, dropped_tiles = [], []
+    libraries, dropped_tiles = [], []
     with torch.inference_mode():
         for depth, columns in product_shapes(config):
             dropped_tiles += _tiles(prover, depth, columns, dtype)
-            if dtype == torch.float32:
-                continue
-            out = torch.float32 if columns == config.vocab_size else dtype
-            library_rows.append(_library(prover, depth, columns, dtype, out, transposed=False))
-            if columns != config.vocab_size:
-                library_rows.append(_library(prover, columns, depth, dtype, dtype, transposed=True))
-            if out != torch.float32 and config.qkv_bias:
-                library_rows.append(
-                    _library(prover, depth, columns, dtype, torch.float32, transposed=False)
-                )
+        for shape in _library_shapes(config, dtype):
+            libraries.append(_library(prover, shape))
         _rows(prover, config, dtype)
         _attention(prover, config, dtype)
     return {
         "checks": [asdict(check) for check in prover.checks],
         "dropped": [asdict(check) for check in prover.dropped],
-        "library_rows": library_rows,
+        "libraries": libraries,
         "dropped_tiles": dropped_tiles,
         "fingerprint": prover.digest.hexdigest(),
         "seconds": time.perf_counter() - start,
     }
+
+
+def _library_shapes(config: ModelConfig, dtype: torch.dtype) -> list["Shape"]:
+    """Forward products (float32 results for the head and where a bias follows) and those of dx."""
+    from shared_ops.products import Shape
+
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    shapes = []
+    for depth, columns in product_shapes(config):
+        if dtype == torch.float32 or depth % 8 or columns % 8:
+            continue
+        is_head = (depth, columns) == (config.hidden_size, config.vocab_size)
+        is_wide = is_head or (config.qkv_bias and (depth, columns) == (config.hidden_size, qkv))
+        shapes.append(Shape(depth, columns, dtype, torch.float32 if is_wide else dtype))
+        if not is_head:
+            shapes.append(Shape(columns, depth, dtype, dtype, True))
+    return shapes
 
 
 def _tiles(prover: _Prover, depth: int, columns: int, dtype: torch.dtype) -> list[tuple]:
@@ -172,7 +184,7 @@ def _tiles(prover: _Prover, depth: int, columns: int, dtype: torch.dtype) -> lis
         candidates, plain = [], products.FLOAT32_TILE
 
     def run(tile, rows: int) -> Tensor:
-        return products.tiled(x_MK[:rows], w_NK, None, torch.float32, tile)
+        return products.run(x_MK[:rows], w_NK, torch.float32, tile)
 
     wanted, shape = run(plain, len(x_MK)), f"{depth} -> {columns}"
     repeats = range(-(-VALUES // (sum(ODD_ROWS) * columns)))
@@ -193,41 +205,52 @@ def _tiles(prover: _Prover, depth: int, columns: int, dtype: torch.dtype) -> lis
     ]
 
 
-def _library(
-    prover: _Prover,
-    depth: int,
-    columns: int,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    transposed: bool,
-) -> tuple:
-    """(K, N, output, transposed, the row count from which on cuBLAS agrees at every one tried)."""
+def _library(prover: _Prover, shape: "Shape") -> list:
+    """The library against the plain tile at every row count of a call.
+
+    Returns the shape and the runs of row counts outside the contract.
+    """
     from shared_ops import products
 
-    x_MK, w_NK = cancelling(MANY_ROWS, columns, depth, dtype, prover.seed)
-    counts = SPARSE_COUNTS if transposed else LIBRARY_COUNTS
-    w_NK = w_NK.T.contiguous().T if transposed else w_NK
-    wanted = products.tiled(x_MK, w_NK, None, torch.float32, products.PLAIN).to(out_dtype)
-    shape = products.Shape(depth, columns, dtype, out_dtype, transposed)
+    limit = products.library_limit(shape.columns)
+    x_MK, w_NK = cancelling(limit, shape.columns, shape.depth, shape.dtype, prover.seed)
+    w_NK = w_NK.T.contiguous().T if shape.transposed else w_NK
+    wanted = products.run(x_MK, w_NK, torch.float32, products.PLAIN).to(shape.out_dtype)
 
     def pairs() -> Iterable[tuple[Tensor, Tensor]]:
-        for rows in counts:
-            yield products.library(x_MK[:rows], w_NK, None, out_dtype), wanted[:rows]
+        for rows in range(1, limit + 1):
+            yield products.run(x_MK[:rows], w_NK, shape.out_dtype, None), wanted[:rows]
 
-    values, differing = prover.count(pairs())
-    bad = [rows for rows, count in zip(counts, differing, strict=True) if count]
-    first = max(bad, default=0) + 1
-    if first > max(counts) or depth % 8 or columns % 8:
-        first = products.NEVER
-    expected = products.library_rows(shape)
-    op = f"product, library from {first} rows" if first < products.NEVER else "product, no library"
-    name = f"{depth} -> {columns}{' transposed' if transposed else ''}"
-    if first > expected:
-        prover.dropped.append(Check(op, name, values, sum(differing)))
-    kept = [n for n in counts if n >= first]
-    prover.checks.append(Check(op, name, sum(kept) * columns, 0))
-    out = str(out_dtype).removeprefix("torch.")
-    return depth, columns, out, transposed, first
+    _, differing = prover.count(pairs())
+    bad = [rows for rows, count in enumerate(differing, 1) if count]
+    runs = _runs(bad)
+    name = f"{shape.depth} -> {shape.columns}{' transposed' if shape.transposed else ''}"
+    unexpected = [rows for rows in bad if products.library_agrees(rows, shape)]
+    if unexpected:
+        op = f"product, library at {_written(_runs(unexpected))} rows"
+        values = sum(unexpected) * shape.columns
+        prover.dropped.append(Check(op, name, values, sum(differing[n - 1] for n in unexpected)))
+    values = (limit * (limit + 1) // 2 - sum(bad)) * shape.columns
+    op = f"product, library not at {_written(runs)}" if bad else "product, library"
+    prover.checks.append(Check(op, name, values, 0))
+    out_name = str(shape.out_dtype).removeprefix("torch.")
+    return [shape.depth, shape.columns, out_name, shape.transposed, runs]
+
+
+def _runs(counts: list[int]) -> list[list[int]]:
+    """Increasing numbers as [first, last] runs."""
+    runs: list[list[int]] = []
+    for count in counts:
+        if runs and runs[-1][1] == count - 1:
+            runs[-1][1] = count
+        else:
+            runs.append([count, count])
+    return runs
+
+
+def _written(runs: list[list[int]]) -> str:
+    shown = [f"{first}..{last}" if last > first else str(first) for first, last in runs[:3]]
+    return ", ".join(shown) + (f" and {len(runs) - 3} more runs of" if len(runs) > 3 else "")
 
 
 def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -285,20 +308,19 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
     wanted = packed()
     prover.plain("attention, packed", name, wanted, lambda: [(packed(), wanted)])
 
-    def paged(ends: list[int], count: int) -> tuple[Tensor, Tensor]:
+    def paged(ends: list[int], count: int, split: bool = False) -> tuple[Tensor, Tensor]:
         rows = [slice(end - count, end) for end in ends]
         starts = list(range(0, count * len(ends) + 1, count))
         layout = PagedLayout(starts, ends, table_1P.expand(len(ends), -1))
         q = torch.cat([q_THE[row] for row in rows])
-        got = kernels.paged_forward(q, k_pages, v_pages, layout, wide)
+        got = kernels.paged_forward(q, k_pages, v_pages, layout, wide, split)
         return got, torch.cat([wanted[row] for row in rows])
 
     each = list(range(1, length + 1))
-    alone = (length, 2 * kernels.CHUNK, kernels.CHUNK + 1, *each[1 :: length // 9])
     spans = ((length, length), (1100, 999), (700, 63))
     schedules = {
         "decode": lambda: [paged(each, 1)],
-        "split decode": lambda: [paged([end], 1) for end in alone],
+        "split decode": lambda: [paged(each, 1, split=True)],
         "prefill": lambda: [paged([end], count) for end, count in spans],
     }
     for schedule, pairs in schedules.items():

@@ -8,7 +8,10 @@ it does not split K. So which schedule runs is a matter of speed alone: large pr
 belong to the vendor library, small ones with a long K to Triton tiles, operands swapped so that
 the few tokens are the short side of the tensor core instruction.
 
-`shared_ops.attest` compares all of them on the device in use and tells `restrict` what to avoid.
+When cuBLAS splits K follows no simple rule (12288 -> 4096 does at 1..168, some multiples of 8 up to
+288, 336 and 576 rows, and at no others). So it is called with at most `library_limit` rows at a
+time, and `shared_ops.attest` tries every row count up to there on the device in use and tells
+`restrict` which to avoid. Without an attestation the rules of `library_agrees` hold.
 """
 
 from typing import NamedTuple
@@ -20,8 +23,11 @@ from torch import Tensor
 
 SHORT_DEPTH = 2048
 WIDE_COLUMNS = 32768
-LIBRARY_ROWS = 1025
+LIBRARY_ROWS = 960
+LIBRARY_LIMIT = 2048
+WIDE_LIMIT = 896
 NEVER = 1 << 62
+ALIGNMENT = 256
 
 
 class Tile(NamedTuple):
@@ -58,31 +64,34 @@ TILES = (
 )
 
 # Verdicts of the attestation. They can change which of several bit-equal schedules runs, no bit.
-_library_rows: dict[Shape, int] = {}
+_outside: dict[Shape, frozenset[int]] = {}
 _dropped: set[Tile] = set()
 
 
-def restrict(library_rows: dict[Shape, int], dropped: set[Tile]) -> None:
-    """From now on: the library only from so many rows on, and none of the dropped tiles."""
-    _library_rows.update(library_rows)
+def restrict(outside: dict[Shape, frozenset[int]], dropped: set[Tile]) -> None:
+    """From now on: the library at all row counts but these, and none of the dropped tiles."""
+    _outside.update(outside)
     _dropped.update(dropped)
 
 
-def library_rows(shape: Shape) -> int:
-    """From how many rows on the vendor library is in the contract (measured, or expected)."""
-    known = _library_rows.get(shape)
-    if known is not None:
-        return known
+def library_limit(columns: int) -> int:
+    """The most rows of one library call."""
+    return LIBRARY_LIMIT if columns <= 2 * WIDE_COLUMNS else WIDE_LIMIT
+
+
+def library_agrees(rows: int, shape: Shape) -> bool:
+    """Whether the vendor library is in the contract at so many rows (proved, or expected)."""
     if shape.dtype == torch.float32 or shape.depth % 8 or shape.columns % 8:
-        return NEVER
-    if shape.depth <= SHORT_DEPTH or (shape.columns >= WIDE_COLUMNS and shape.depth <= 8192):
-        return 1
-    return LIBRARY_ROWS
+        return False
+    if shape in _outside:
+        return rows not in _outside[shape]
+    is_wide = shape.columns >= WIDE_COLUMNS and shape.depth <= 4 * SHORT_DEPTH
+    return shape.depth <= SHORT_DEPTH or is_wide or rows >= LIBRARY_ROWS
 
 
 def choose(rows: int, shape: Shape) -> Tile | None:
-    """The schedule for so many rows; None is the vendor library."""
-    if rows >= library_rows(shape):
+    """The schedule for so many rows, at most `library_limit`; None is the vendor library."""
+    if library_agrees(rows, shape):
         return None
     if shape.dtype == torch.float32:
         return FLOAT32_TILE
@@ -102,32 +111,64 @@ def product(
     x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """[M, N] in `out_dtype` (default: that of x). `w_NK` may be a transposed view."""
-    x_MK = x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
-    out_dtype = out_dtype or x_MK.dtype
-    transposed = w_NK.stride(0) == 1 and w_NK.stride(1) != 1
-    shape = Shape(x_MK.shape[1], w_NK.shape[0], x_MK.dtype, out_dtype, transposed)
-    tile = choose(x_MK.shape[0], shape)
-    if tile is None:
-        return library(x_MK, w_NK, bias_N, out_dtype)
-    return tiled(x_MK, w_NK, bias_N, out_dtype, tile)
-
-
-def library(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """cuBLAS; with a bias its float32 result is rounded once, after the sum."""
-    if bias_N is None:
-        if out_dtype == x_MK.dtype:
-            return torch.mm(x_MK, w_NK.T)
-        return torch.mm(x_MK, w_NK.T, out_dtype=out_dtype)
-    wide_MN = torch.mm(x_MK, w_NK.T, out_dtype=torch.float32)
-    return torch.add(wide_MN, bias_N, out=torch.empty_like(wide_MN, dtype=out_dtype))
-
-
-def tiled(x_MK, w_NK, bias_N: Tensor | None, out_dtype: torch.dtype, tile: Tile) -> Tensor:
-    """One Triton schedule."""
-    (rows, depth), columns = x_MK.shape, w_NK.shape[0]
+    x_MK, out_dtype = _plain_rows(x_MK), out_dtype or x_MK.dtype
+    if w_NK.data_ptr() % ALIGNMENT or not (w_NK.is_contiguous() or w_NK.T.is_contiguous()):
+        w_NK = w_NK.clone(memory_format=torch.contiguous_format)
+    transposed = not w_NK.is_contiguous()
+    rows, (columns, depth) = x_MK.shape[0], w_NK.shape
+    # With a bias the library's result stays float32 until the bias is added.
+    library_dtype = out_dtype if bias_N is None else torch.float32
+    shape = Shape(depth, columns, x_MK.dtype, library_dtype, transposed)
     y_MN = torch.empty((rows, columns), dtype=out_dtype, device=x_MK.device)
-    if rows == 0:
-        return y_MN
+    for block in _blocks(rows, library_limit(columns)):
+        count = min(block.stop, rows) - block.start
+        tile = choose(count, shape)
+        if tile is None:
+            library(x_MK[block], w_NK, bias_N, y_MN[block])
+        else:
+            tiled(x_MK[block], w_NK, bias_N, y_MN[block], tile)
+    return y_MN
+
+
+def run(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype, tile: Tile | None) -> Tensor:
+    """[M, N] by one schedule, whatever is known of it (None: the library in one call)."""
+    shape = (x_MK.shape[0], w_NK.shape[0])
+    y_MN = torch.empty(shape, dtype=out_dtype, device=x_MK.device)
+    if tile is None:
+        library(x_MK, w_NK, None, y_MN)
+    else:
+        tiled(x_MK, w_NK, None, y_MN, tile)
+    return y_MN
+
+
+def _plain_rows(x_MK: Tensor) -> Tensor:
+    """Contiguous and aligned as a fresh tensor is: the library may look at either."""
+    x_MK = x_MK.contiguous()
+    return x_MK.clone() if x_MK.data_ptr() % ALIGNMENT else x_MK
+
+
+def _blocks(rows: int, limit: int) -> list[slice]:
+    """Even blocks of at most `limit` rows; all but the last are whole 64s, so stay aligned."""
+    if rows <= limit:
+        return [slice(0, rows)] if rows else []
+    step = triton.cdiv(triton.cdiv(rows, triton.cdiv(rows, limit)), 64) * 64
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def library(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> None:
+    """cuBLAS; with a bias its float32 result is rounded once, after the sum."""
+    if bias_N is not None:
+        wide_MN = torch.mm(x_MK, w_NK.T, out_dtype=torch.float32)
+        torch.add(wide_MN, bias_N, out=y_MN)
+    elif y_MN.dtype == x_MK.dtype:
+        torch.mm(x_MK, w_NK.T, out=y_MN)
+    else:
+        torch.mm(x_MK, w_NK.T, out_dtype=y_MN.dtype, out=y_MN)
+
+
+def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile: Tile) -> None:
+    """One Triton schedule, into y."""
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     _product[grid](
         x_MK,
@@ -149,7 +190,6 @@ def tiled(x_MK, w_NK, bias_N: Tensor | None, out_dtype: torch.dtype, tile: Tile)
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return y_MN
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -22,7 +22,7 @@ from shared_ops.linear import kernels as linear_kernels
 from shared_ops.linear import reference as linear_reference
 from shared_ops.logprob import kernels as logprob_kernels
 from shared_ops.logprob import reference as logprob_reference
-from shared_ops.products import PLAIN, tiled, tiles
+from shared_ops.products import PLAIN, run, tiles
 from shared_ops.rmsnorm import kernels as rmsnorm_kernels
 from shared_ops.rmsnorm import reference as rmsnorm_reference
 from shared_ops.rope import kernels as rope_kernels
@@ -59,7 +59,7 @@ def check_linear() -> None:
 def check_tiles() -> None:
     x_TK, w_NK = torch.randn(19, 72), torch.randn(70, 72)
     for tile in (PLAIN, *tiles()):
-        close(tiled(x_TK, w_NK, None, torch.float32, tile), x_TK @ w_NK.T)
+        close(run(x_TK, w_NK, torch.float32, tile), x_TK @ w_NK.T)
 
 
 def check_rmsnorm() -> None:

@@ -31,13 +31,13 @@ def poison():
 def test_every_tile_gives_the_plain_products_bits(dtype, depth, columns) -> None:
     products, compared = module("products"), 0
     x_TK, w_NK = randn(513, depth, dtype=dtype), randn(columns, depth, dtype=dtype, scale=0.02)
-    wanted = products.tiled(x_TK, w_NK, None, torch.float32, products.PLAIN)
+    wanted = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     for tile in (products.PLAIN, *products.tiles()):
         for rows in ROWS:
-            got = products.tiled(x_TK[:rows], w_NK, None, torch.float32, tile)
+            got = products.run(x_TK[:rows], w_NK, torch.float32, tile)
             compared += same_bits(got, wanted[:rows])
         transposed = w_NK.T.contiguous().T
-        same_bits(products.tiled(x_TK, transposed, None, torch.float32, tile), wanted)
+        same_bits(products.run(x_TK, transposed, torch.float32, tile), wanted)
     assert compared > MILLION
 
 
@@ -48,10 +48,14 @@ def test_every_tile_gives_the_plain_products_bits(dtype, depth, columns) -> None
 def test_the_chosen_schedule_gives_the_plain_products_bits(dtype, depth, columns) -> None:
     products, compared = module("products"), 0
     x_TK, w_NK = randn(1500, depth, dtype=dtype), randn(columns, depth, dtype=dtype, scale=0.02)
-    wanted = products.tiled(x_TK, w_NK, None, torch.float32, products.PLAIN)
+    wanted = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     for rows in (*ROWS, 777, 1500):
         got = products.product(x_TK[:rows], w_NK, out_dtype=torch.float32)
         compared += same_bits(got, wanted[:rows])
+        same_bits(
+            products.product(x_TK[1500 - rows :], w_NK, out_dtype=torch.float32),
+            wanted[1500 - rows :],
+        )
     assert compared > MILLION
 
 
@@ -62,7 +66,7 @@ def test_rounded_products_where_rounding_hides_nothing(dtype, depth, columns) ->
     products, compared = module("products"), 0
     cancelling = module("attest_cuda").cancelling
     x_TK, w_NK = cancelling(1500, columns, depth, dtype, seed=3)
-    wanted = products.tiled(x_TK, w_NK, None, torch.float32, products.PLAIN)
+    wanted = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     assert (wanted != 0).float().mean() > 0.9
     for rows in (*ROWS, 777, 1500):
         compared += same_bits(products.product(x_TK[:rows], w_NK), wanted[:rows].to(dtype))
@@ -74,10 +78,10 @@ def test_a_split_sum_is_seen() -> None:
     products = module("products")
     x_TK, w_NK = randn(256, 4096, dtype=torch.bfloat16), randn(1024, 4096, dtype=torch.bfloat16)
     halves = [
-        products.tiled(x, w, None, torch.float32, products.PLAIN)
+        products.run(x, w, torch.float32, products.PLAIN)
         for x, w in zip(x_TK.split(2048, 1), w_NK.split(2048, 1), strict=True)
     ]
-    whole = products.tiled(x_TK, w_NK, None, torch.float32, products.PLAIN)
+    whole = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     assert (halves[0] + halves[1] != whole).float().mean() > 0.3
 
 
@@ -231,7 +235,7 @@ def test_attention_schedules_agree(dtype, heads, kv_heads, width) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 @pytest.mark.parametrize("page_size", [16, 24, 128])
 def test_prefill_chunks_and_decode_give_the_packed_bits(
-    dtype, heads, kv_heads, width, page_size, monkeypatch
+    dtype, heads, kv_heads, width, page_size
 ) -> None:
     attention = module("attention.kernels")
     starts, q_THE, k_TKE, v_TKE = _packed(heads, kv_heads, width, dtype, [5, 200, 1030, 2100])
@@ -247,9 +251,10 @@ def test_prefill_chunks_and_decode_give_the_packed_bits(
                     for start, end, length in zip(starts, ends, lens, strict=False)
                 ]
             ).cuda()
-            for programs in (0, 1 << 30):
-                monkeypatch.setattr(attention, "SPLIT_PROGRAMS", programs)
-                got = attention.paged_forward(q_THE[rows_T], k_pages, v_pages, layout, wide_o)
+            for split in (False, True):
+                got = attention.paged_forward(
+                    q_THE[rows_T], k_pages, v_pages, layout, wide_o, split
+                )
                 same_bits(got, wanted[rows_T])
 
 

@@ -80,6 +80,28 @@ def _advance(
 
 
 @triton.jit
+def _chunk(
+    low, high, seen_by_all, q, last, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
+    width: tl.constexpr, scale, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """The state of positions low to high, from nothing: tiles that all rows see, then the rest."""
+    middle = tl.maximum(tl.minimum(seen_by_all, high), low)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS, 16), tl.float32)
+    acc = tl.zeros((ROWS, WIDE), tl.float32)
+    top, total, acc = _advance(
+        top, total, acc, q, last, low, middle, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
+        width, scale, TILE, WIDE, PAGE, False,
+    )  # fmt: skip
+    top, total, acc = _advance(
+        top, total, acc, q, last, middle, high, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
+        width, scale, TILE, WIDE, PAGE, True,
+    )  # fmt: skip
+    return top, tl.max(total, 1), acc
+
+
+@triton.jit
 def _merge(top, total, acc, chunk_top, chunk_total, chunk_acc):
     """Two states that cover neighbouring chunks, the left one first."""
     new_top = tl.maximum(top, chunk_top)
@@ -153,8 +175,10 @@ def forward(
     WIDE: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SINGLE: tl.constexpr,
     LSE: tl.constexpr,
 ):
+    """SINGLE: no row of these tiles sees a second chunk, and merging one changes no bit."""
     sequence, start, before, query, head, valid, lowest, highest = _row_tile(
         tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGE > 0
     )
@@ -168,31 +192,29 @@ def forward(
     last = before + query
     stop = highest + 1
     seen_by_all = (lowest + 1) // TILE * TILE
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDE), tl.float32)
-    chunk_low = tl.program_id(2) * CHUNK if SPLIT else 0
-    chunk_stop = tl.minimum(stop, chunk_low + CHUNK) if SPLIT else stop
-    for low in range(chunk_low, chunk_stop, CHUNK):
-        high = tl.minimum(stop, low + CHUNK)
-        middle = tl.maximum(tl.minimum(seen_by_all, high), low)
-        chunk_top = tl.full((ROWS,), float("-inf"), tl.float32)
-        chunk_total = tl.zeros((ROWS, 16), tl.float32)
-        chunk_acc = tl.zeros((ROWS, WIDE), tl.float32)
-        chunk_top, chunk_total, chunk_acc = _advance(
-            chunk_top, chunk_total, chunk_acc, q, last, low, middle, k_base, v_base, start, pages,
-            stride_k, stride_v, width, scale, TILE, WIDE, PAGE, False,
+    if SINGLE:
+        top, total, acc = _chunk(
+            0, stop, seen_by_all, q, last, k_base, v_base, start, pages, stride_k, stride_v, width,
+            scale, ROWS, TILE, WIDE, PAGE,
         )  # fmt: skip
-        chunk_top, chunk_total, chunk_acc = _advance(
-            chunk_top, chunk_total, chunk_acc, q, last, middle, high, k_base, v_base, start, pages,
-            stride_k, stride_v, width, scale, TILE, WIDE, PAGE, True,
-        )  # fmt: skip
-        top, total, acc = _merge(top, total, acc, chunk_top, tl.max(chunk_total, 1), chunk_acc)
+    else:
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, WIDE), tl.float32)
+        chunk_low = tl.program_id(2) * CHUNK if SPLIT else 0
+        chunk_stop = tl.minimum(stop, chunk_low + CHUNK) if SPLIT else stop
+        for low in range(chunk_low, chunk_stop, CHUNK):
+            high = tl.minimum(stop, low + CHUNK)
+            chunk_top, chunk_total, chunk_acc = _chunk(
+                low, high, seen_by_all, q, last, k_base, v_base, start, pages, stride_k, stride_v,
+                width, scale, ROWS, TILE, WIDE, PAGE,
+            )  # fmt: skip
+            top, total, acc = _merge(top, total, acc, chunk_top, chunk_total, chunk_acc)
     if SPLIT:
         slot = (tl.program_id(0) * tl.num_programs(1) + kv_head) * tl.num_programs(2)
         base = state_ptr + (slot + tl.program_id(2)).to(tl.int64) * ROWS * (WIDE + 2)
         r = tl.arange(0, ROWS)
-        if chunk_low < stop:
+        if tl.program_id(2) * CHUNK < stop:
             tl.store(base + r[:, None] * WIDE + e[None, :], acc)
             tl.store(base + ROWS * WIDE + r, top)
             tl.store(base + ROWS * (WIDE + 1) + r, total)

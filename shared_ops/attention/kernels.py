@@ -86,14 +86,37 @@ def _tiles(lens: tuple[int, ...], step: int, low: int, high: int, device: torch.
 
     The last tiles of the sequences come first, as these have the most to do.
     """
+    return torch.from_numpy(_tile_table(lens, step, low, high)).to(device)
+
+
+def _tile_table(lens: tuple[int, ...], step: int, low: int, high: int) -> numpy.ndarray:
     lens_B = numpy.array(lens, dtype=numpy.int64)
     sequences = numpy.flatnonzero((lens_B > low) & (lens_B <= high))
     counts = -(-lens_B[sequences] // step)
     sequence = numpy.repeat(sequences, counts)
     first = (numpy.arange(counts.sum()) - numpy.repeat(counts.cumsum() - counts, counts)) * step
     order = numpy.argsort(-first, kind="stable")
-    table = numpy.stack((sequence[order], first[order]), 1).astype(numpy.int32)
-    return torch.from_numpy(table).to(device)
+    return numpy.stack((sequence[order], first[order]), 1).astype(numpy.int32)
+
+
+@functools.lru_cache(maxsize=64)
+def _tiles_by_chunks(
+    lens: tuple[int, ...],
+    contexts: tuple[int, ...],
+    group: int,
+    step: int,
+    low: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The tiles of sequences longer than `low`: those inside the first chunk, and the others."""
+    table = _tile_table(lens, step, low, 1 << 40)
+    rows, context = (
+        numpy.array(values, dtype=numpy.int64)[table[:, 0]] for values in (lens, contexts)
+    )
+    last = numpy.minimum(table[:, 1] + step, rows) - 1
+    is_single = context - rows // group + last // group < CHUNK
+    single, others = (torch.from_numpy(table[chosen]) for chosen in (is_single, ~is_single))
+    return single.to(device), others.to(device)
 
 
 def _lengths(starts: list[int], group: int = 1) -> tuple[int, ...]:
@@ -114,14 +137,17 @@ def packed_forward(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o_THE, and the base-2 logarithms of the rows' sums of exponentials, lse_TH."""
-    lens = _lengths(starts, q_THE.shape[1] // k_TKE.shape[1])
+    group = q_THE.shape[1] // k_TKE.shape[1]
+    lens = _lengths(starts, group)
     begin = _integers(tuple(starts), q_THE.device)
     source = Source(_rows_contiguous(k_TKE), _rows_contiguous(v_TKE), begin, begin, begin, 0)
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=q_THE.device)
     lse_TH = torch.empty(q_THE.shape[:2], dtype=torch.float32, device=q_THE.device)
     schedule = large_schedule(q_THE.shape[2], q_THE.dtype)
-    tiles = _tiles(lens, schedule.rows, 0, 1 << 40, q_THE.device)
-    attend(_rows_contiguous(q_THE), source, tiles, schedule, o_THE, lse_TH)
+    q_THE = _rows_contiguous(q_THE)
+    single, others = _tiles_by_chunks(lens, _lengths(starts), group, schedule.rows, 0, q_THE.device)
+    attend(q_THE, source, others, schedule, o_THE, lse_TH)
+    attend(q_THE, source, single, schedule, o_THE, lse_TH, chunks=0)
     return o_THE, lse_TH
 
 
@@ -131,7 +157,9 @@ def paged_forward(
     v_pages_PSKE: Tensor,
     layout,
     out_dtype: torch.dtype | None = None,
+    split: bool | None = None,
 ) -> Tensor:
+    """o_THE. `split`: whether decode takes a program for each chunk; None: where it is faster."""
     device, group = q_THE.device, q_THE.shape[1] // k_pages_PSKE.shape[2]
     lens = _lengths(layout.query_starts, group)
     source = Source(
@@ -147,10 +175,14 @@ def paged_forward(
     small, large = small_schedule(group), large_schedule(q_THE.shape[2], q_THE.dtype)
     few = _tiles(lens, small.rows, 0, small.rows, device)
     chunks = -(-max(layout.context_lens) // CHUNK)
-    split = chunks > 1 and len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
-    attend(q_THE, source, few, small, o_THE, None, chunks if split else 1)
-    many = _tiles(lens, large.rows, small.rows, 1 << 40, device)
-    attend(q_THE, source, many, large, o_THE, None)
+    if split is None:
+        split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
+    attend(q_THE, source, few, small, o_THE, None, 0 if chunks == 1 else chunks if split else 1)
+    single, others = _tiles_by_chunks(
+        lens, tuple(layout.context_lens), group, large.rows, small.rows, device
+    )
+    attend(q_THE, source, others, large, o_THE, None)
+    attend(q_THE, source, single, large, o_THE, None, chunks=0)
     return o_THE
 
 
@@ -165,7 +197,8 @@ def attend(
 ) -> None:
     """Fill o_THE (and the base-2 log of the row sums) for the given tiles of rows.
 
-    With `chunks` above 1 the positions are split among so many programs a tile.
+    With `chunks` above 1 the positions are split among so many programs a tile; 0 says that no
+    row of these tiles sees more than one chunk.
     """
     if not len(tiles):
         return
@@ -179,10 +212,11 @@ def attend(
     shape = {"GROUP": heads // kv_heads, "ROWS": schedule.rows, "WIDE": wide, "CHUNK": CHUNK}
     common = (o_THE, o_THE if lse_TH is None else lse_TH, state, tiles, source.starts)
     contexts = (source.contexts, source.page_table, source.page_table.stride(0))
-    forward_kernels.forward[(len(tiles), kv_heads, chunks)](
+    forward_kernels.forward[(len(tiles), kv_heads, max(1, chunks))](
         q_THE, source.k_NKE, source.v_NKE, *common, *contexts, heads, width, q_THE.stride(0),
         source.k_NKE.stride(0), source.v_NKE.stride(0), width**-0.5 * LOG2_E,
-        TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, LSE=lse_TH is not None, **shape,
+        TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, SINGLE=chunks == 0,
+        LSE=lse_TH is not None, **shape,
         num_warps=schedule.warps, num_stages=schedule.stages,
     )  # fmt: skip
     if chunks > 1:

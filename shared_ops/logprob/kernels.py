@@ -15,7 +15,7 @@ from shared_ops.primitives import aligned
 from shared_ops.products import product
 
 CHUNK = 4096
-LOGITS_LIMIT = 1 << 27
+LOGITS_LIMIT = 1 << 28
 ROW_TILE = 128
 
 
@@ -73,7 +73,7 @@ def token_logprobs_backward(
     float32.
     """
     dhidden_TD = torch.empty_like(hidden_TD)
-    dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)
+    dhead_VD = None
     scale_T = grad_T.float() / temperature_T
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
@@ -85,14 +85,19 @@ def token_logprobs_backward(
         )  # fmt: skip
         del logits_BV
         dhidden_TD[rows] = torch.mm(dlogits_BV, head_VD)
-        dhead_VD += _wide_product(dlogits_BV.T, hidden_TD[rows])
+        dhead_VD = _add_product(dhead_VD, dlogits_BV.T, hidden_TD[rows])
+    if dhead_VD is None:
+        return dhidden_TD, torch.zeros_like(head_VD)
     return dhidden_TD, dhead_VD.to(head_VD.dtype)
 
 
-def _wide_product(left_MK: Tensor, right_KN: Tensor) -> Tensor:
+def _add_product(total_MN: Tensor | None, left_MK: Tensor, right_KN: Tensor) -> Tensor:
+    """total + left @ right in float32, in place after the first time."""
     if left_MK.dtype == torch.float32:
-        return torch.mm(left_MK, right_KN)
-    return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
+        return left_MK @ right_KN if total_MN is None else total_MN.addmm_(left_MK, right_KN)
+    if total_MN is None:
+        return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
+    return torch.addmm(total_MN, left_MK, right_KN, out_dtype=torch.float32, out=total_MN)
 
 
 @triton.jit
