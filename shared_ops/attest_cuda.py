@@ -58,6 +58,7 @@ class _Prover:
     def __init__(self, seed: int):
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self.seed = seed
+        self.is_other = torch.empty(0, dtype=torch.bool, device="cuda")
         self.checks: list[Check] = []
         self.dropped: list[Check] = []
         self.digest = hashlib.sha256()
@@ -70,7 +71,10 @@ class _Prover:
         values, differing = 0, []
         for got, wanted in pairs:
             values += got.numel()
-            differing.append((got != wanted).sum())
+            if self.is_other.numel() < got.numel():
+                self.is_other = torch.empty(2 * got.numel(), dtype=torch.bool, device="cuda")
+            is_other = self.is_other[: got.numel()].view(got.shape)
+            differing.append(torch.ne(got, wanted, out=is_other).sum())
         return values, torch.stack(differing).tolist()
 
     def plain(self, op: str, shape: str, wanted: Tensor, pairs: Callable[[], list]) -> None:
@@ -212,14 +216,17 @@ def _library(prover: _Prover, shape: "Shape") -> list:
     """
     from shared_ops import products
 
-    limit = products.library_limit(shape.columns)
+    limit = products.library_limit(shape.depth, shape.columns)
     x_MK, w_NK = cancelling(limit, shape.columns, shape.depth, shape.dtype, prover.seed)
     w_NK = w_NK.T.contiguous().T if shape.transposed else w_NK
     wanted = products.run(x_MK, w_NK, torch.float32, products.PLAIN).to(shape.out_dtype)
 
+    y_MN = torch.empty_like(wanted)
+
     def pairs() -> Iterable[tuple[Tensor, Tensor]]:
         for rows in range(1, limit + 1):
-            yield products.run(x_MK[:rows], w_NK, shape.out_dtype, None), wanted[:rows]
+            products.library(x_MK[:rows], w_NK, None, y_MN[:rows])
+            yield y_MN[:rows], wanted[:rows]
 
     _, differing = prover.count(pairs())
     bad = [rows for rows, count in enumerate(differing, 1) if count]
@@ -302,11 +309,12 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
     table_1P = torch.arange(len(k_pages), device="cuda").unsqueeze(0)
     name = f"{heads}/{kv_heads} heads of {width}"
 
-    def packed() -> Tensor:
-        return kernels.packed_forward(q_THE, k_TKE, v_TKE, [0, length], wide)[0]
+    def packed(count: int) -> Tensor:
+        q, k, v = (x_TKE[:count] for x_TKE in (q_THE, k_TKE, v_TKE))
+        return kernels.packed_forward(q, k, v, [0, count], wide)[0]
 
-    wanted = packed()
-    prover.plain("attention, packed", name, wanted, lambda: [(packed(), wanted)])
+    wanted = packed(length)
+    prover.plain("attention, packed", name, wanted, lambda: [(packed(length), wanted)])
 
     def paged(ends: list[int], count: int, split: bool = False) -> tuple[Tensor, Tensor]:
         rows = [slice(end - count, end) for end in ends]
@@ -319,6 +327,7 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
     each = list(range(1, length + 1))
     spans = ((length, length), (1100, 999), (700, 63))
     schedules = {
+        "packed, short": lambda: [(packed(kernels.SHORT), wanted[: kernels.SHORT])],
         "decode": lambda: [paged(each, 1)],
         "split decode": lambda: [paged(each, 1, split=True)],
         "prefill": lambda: [paged([end], count) for end, count in spans],

@@ -23,11 +23,11 @@ from torch import Tensor
 
 SHORT_DEPTH = 2048
 WIDE_COLUMNS = 32768
-LIBRARY_ROWS = 960
-LIBRARY_LIMIT = 2048
-WIDE_LIMIT = 896
 NEVER = 1 << 62
 ALIGNMENT = 256
+LIBRARY_ROWS = 960
+# (most weights, rows): what is attested, and so the most rows of one call.
+LIBRARY_LIMITS = ((1 << 23, 4096), (1 << 28, 2048), (NEVER, 896))
 
 
 class Tile(NamedTuple):
@@ -56,10 +56,10 @@ FLOAT32_TILE = Tile(32, 64, 32, 4, 2, False)
 # (most rows, most programs of the tile, tile): the fastest measured on an H200 for K >= 3072.
 TILES = (
     (16, NEVER, Tile(16, 64, 128, 4, 6, True)),
-    (64, NEVER, Tile(32, 64, 256, 4, 3, True)),
-    (128, NEVER, Tile(64, 64, 128, 4, 4, False)),
-    (1024, 132, Tile(64, 64, 128, 4, 4, False)),
-    (1024, NEVER, Tile(64, 128, 128, 4, 3, True)),
+    (64, NEVER, Tile(32, 64, 128, 4, 6, True)),
+    (128, NEVER, Tile(64, 64, 128, 4, 6, False)),
+    (1024, 132, Tile(64, 64, 128, 4, 6, False)),
+    (1024, NEVER, Tile(64, 128, 128, 4, 4, False)),
     (NEVER, NEVER, Tile(128, 128, 64, 8, 3, False)),
 )
 
@@ -74,9 +74,9 @@ def restrict(outside: dict[Shape, frozenset[int]], dropped: set[Tile]) -> None:
     _dropped.update(dropped)
 
 
-def library_limit(columns: int) -> int:
-    """The most rows of one library call."""
-    return LIBRARY_LIMIT if columns <= 2 * WIDE_COLUMNS else WIDE_LIMIT
+def library_limit(depth: int, columns: int) -> int:
+    """The most rows of one library call; each count costs the attestation a product."""
+    return next(limit for weights, limit in LIBRARY_LIMITS if depth * columns <= weights)
 
 
 def library_agrees(rows: int, shape: Shape) -> bool:
@@ -120,7 +120,7 @@ def product(
     library_dtype = out_dtype if bias_N is None else torch.float32
     shape = Shape(depth, columns, x_MK.dtype, library_dtype, transposed)
     y_MN = torch.empty((rows, columns), dtype=out_dtype, device=x_MK.device)
-    for block in _blocks(rows, library_limit(columns)):
+    for block in _blocks(rows, library_limit(depth, columns)):
         count = min(block.stop, rows) - block.start
         tile = choose(count, shape)
         if tile is None:

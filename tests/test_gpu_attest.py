@@ -35,7 +35,7 @@ SMALL = ModelConfig(
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     products = module("products")
-    monkeypatch.setattr(products, "_library_rows", {})
+    monkeypatch.setattr(products, "_outside", {})
     monkeypatch.setattr(products, "_dropped", set())
     return tmp_path
 

@@ -24,6 +24,7 @@ KV_TILE = 64
 CHUNK = 1024
 LOG2_E = 1.4426950408889634
 SPLIT_PROGRAMS = 264
+SHORT = 512
 
 
 class Schedule(NamedTuple):
@@ -42,13 +43,18 @@ def small_schedule(group: int) -> Schedule:
     return SMALL._replace(rows=max(SMALL.rows, triton.next_power_of_2(group)))
 
 
-def large_schedule(width: int, dtype: torch.dtype) -> Schedule:
-    """For prompts and packed rows: the fastest measured on an H200 that fits shared memory."""
+def large_schedule(width: int, dtype: torch.dtype, longest: int = 1 << 30) -> Schedule:
+    """For prompts and packed rows: the fastest measured on an H200 that fits shared memory.
+
+    `longest` is the most queries of one sequence; short ones leave deep pipelines no time.
+    """
     if dtype == torch.float32:
         return Schedule(16, 4, 1)
     if width > 128:
         return Schedule(64, 8, 2)
-    return Schedule(128, 8, 3) if width > 64 else Schedule(64, 4, 3)
+    if width > 64:
+        return Schedule(128, 8, 3) if longest > SHORT else Schedule(64, 4, 2)
+    return Schedule(64, 4, 3)
 
 
 def backward_schedule(width: int, dtype: torch.dtype) -> Schedule:
@@ -143,7 +149,7 @@ def packed_forward(
     source = Source(_rows_contiguous(k_TKE), _rows_contiguous(v_TKE), begin, begin, begin, 0)
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=q_THE.device)
     lse_TH = torch.empty(q_THE.shape[:2], dtype=torch.float32, device=q_THE.device)
-    schedule = large_schedule(q_THE.shape[2], q_THE.dtype)
+    schedule = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
     q_THE = _rows_contiguous(q_THE)
     single, others = _tiles_by_chunks(lens, _lengths(starts), group, schedule.rows, 0, q_THE.device)
     attend(q_THE, source, others, schedule, o_THE, lse_TH)
@@ -172,9 +178,10 @@ def paged_forward(
     )
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=device)
     q_THE = _rows_contiguous(q_THE)
-    small, large = small_schedule(group), large_schedule(q_THE.shape[2], q_THE.dtype)
+    small = small_schedule(group)
+    large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
     few = _tiles(lens, small.rows, 0, small.rows, device)
-    chunks = -(-max(layout.context_lens) // CHUNK)
+    chunks = -(-max(layout.context_lens, default=1) // CHUNK)
     if split is None:
         split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
     attend(q_THE, source, few, small, o_THE, None, 0 if chunks == 1 else chunks if split else 1)
