@@ -304,11 +304,21 @@ def environment(commit: str | None) -> dict[str, str]:
     }
 
 
+def attested_of(model: Model) -> dict[str, float]:
+    report = attest_cuda(config_of(model), DTYPE)
+    report.raise_if_broken()
+    found = {
+        "seconds": round(report.seconds, 2),
+        "values": sum(check.values for check in report.checks),
+        "dropped": len(report.dropped),
+    }
+    print(f"{model.name} attested:", ", ".join(f"{key} {value:,}" for key, value in found.items()))
+    return found
+
+
 def run_all(models: tuple[Model, ...], milliseconds: int) -> list[dict]:
     makers = (linear_cases, row_cases, decode_cases, packed_cases, head_cases)
     rows = []
-    for model in models:
-        attest_cuda(config_of(model), DTYPE)
     print(f"{'op':<36}{'shape':<36}{'ours':>10}{'torch':>10}{'floor':>10}{'torch/ours':>12}")
     for case in (case for model in models for make in makers for case in make(model)):
         ours, torchs = (
@@ -339,12 +349,12 @@ def main(arguments: list[str]) -> int:
     models = tuple(model for model in MODELS if options.model in (None, model.name))
     found = environment(options.commit)
     print(", ".join(f"{key} {value}" for key, value in found.items()), "- microseconds")
+    attested = {model.name: attested_of(model) for model in models}
     rows = run_all(models, options.milliseconds)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(
-            json.dumps({**found, "unit": "us", "rows": rows}, indent=1) + "\n"
-        )
+        result = {**found, "attestation": attested, "unit": "us", "rows": rows}
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -48,7 +48,8 @@ class RolloutActor:
         """The contracts of the model's ops, checked on this process's machine and threads."""
         from shared_ops.attest import attest
 
-        return attest(self.engine.model_config)
+        engine = self.engine
+        return attest(engine.model_config, device=engine.device.type, dtype=engine.config.dtype)
 
     def version(self) -> int:
         return self.engine.version

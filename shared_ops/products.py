@@ -11,7 +11,8 @@ the few tokens are the short side of the tensor core instruction.
 When cuBLAS splits K follows no simple rule (12288 -> 4096 does at 1..168, some multiples of 8 up to
 288, 336 and 576 rows, and at no others). So it is called with at most `library_limit` rows at a
 time, and `shared_ops.attest` tries every row count up to there on the device in use and tells
-`restrict` which to avoid. Without an attestation the rules of `library_agrees` hold.
+`restrict` which to avoid. A shape that was not attested runs on tiles alone: exact, and at many
+rows about 1.5 times slower.
 """
 
 from typing import NamedTuple
@@ -21,11 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SHORT_DEPTH = 2048
-WIDE_COLUMNS = 32768
 NEVER = 1 << 62
 ALIGNMENT = 256
-LIBRARY_ROWS = 960
 # (most weights, rows): what is attested, and so the most rows of one call.
 LIBRARY_LIMITS = ((1 << 23, 4096), (1 << 28, 2048), (NEVER, 896))
 
@@ -69,7 +67,7 @@ _dropped: set[Tile] = set()
 
 
 def restrict(outside: dict[Shape, frozenset[int]], dropped: set[Tile]) -> None:
-    """From now on: the library at all row counts but these, and none of the dropped tiles."""
+    """From now on: at these shapes the library, but at these row counts, and no dropped tile."""
     _outside.update(outside)
     _dropped.update(dropped)
 
@@ -80,13 +78,8 @@ def library_limit(depth: int, columns: int) -> int:
 
 
 def library_agrees(rows: int, shape: Shape) -> bool:
-    """Whether the vendor library is in the contract at so many rows (proved, or expected)."""
-    if shape.dtype == torch.float32 or shape.depth % 8 or shape.columns % 8:
-        return False
-    if shape in _outside:
-        return rows not in _outside[shape]
-    is_wide = shape.columns >= WIDE_COLUMNS and shape.depth <= 4 * SHORT_DEPTH
-    return shape.depth <= SHORT_DEPTH or is_wide or rows >= LIBRARY_ROWS
+    """Whether the vendor library is proved to be in the contract at so many rows."""
+    return shape in _outside and rows not in _outside[shape]
 
 
 def choose(rows: int, shape: Shape) -> Tile | None:

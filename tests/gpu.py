@@ -23,6 +23,16 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"shared_ops.{name}")
 
 
+def prove_library(depth: int, columns: int, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    """Attest one product, so that the library may be chosen for it."""
+    attest_cuda, products = module("attest_cuda"), module("products")
+    shape = products.Shape(depth, columns, dtype, out_dtype)
+    libraries = [attest_cuda._library(attest_cuda._Prover(0), shape)]
+    attest_cuda._apply({"libraries": libraries, "dropped_tiles": []}, dtype)
+    chosen = [products.choose(rows, shape) for rows in (1, 1000, 1500)]
+    assert None in chosen, "the library is never chosen: the test would not try it"
+
+
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
     return (torch.randn(shape, generator=generator, device="cuda") * scale).to(dtype)

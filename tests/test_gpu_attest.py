@@ -45,7 +45,6 @@ def test_the_contracts_hold_here(dtype, cache) -> None:
     name = str(dtype).removeprefix("torch.")
     report = attest(SMALL, device="cuda", dtype=name)
     report.raise_if_broken()
-    assert report.seconds < 20
     kinds = {check.op.split(",")[0] for check in report.checks}
     assert kinds == {"product", "rmsnorm", "log softmax", "attention"}
     for check in report.checks:
@@ -74,6 +73,8 @@ def test_a_tile_that_differs_is_dropped_with_a_warning(monkeypatch) -> None:
 
 def test_a_library_outside_the_contract_is_not_chosen(monkeypatch) -> None:
     products = module("products")
+    shape = products.Shape(320, 320, torch.bfloat16, torch.bfloat16)
+    assert products.choose(999, shape) is not None, "used without proof"
     real = products.library
 
     def broken(x, w, bias, y):
@@ -81,9 +82,11 @@ def test_a_library_outside_the_contract_is_not_chosen(monkeypatch) -> None:
         y.mul_(1.01 if len(x) == 1000 else 1.0)
 
     monkeypatch.setattr(products, "library", broken)
-    with pytest.warns(UserWarning, match="dropped: product, library at 1000 rows 320 -> 320"):
-        attest(SMALL, device="cuda", dtype="bfloat16")
-    shape = products.Shape(320, 320, torch.bfloat16, torch.bfloat16)
+    report = attest(SMALL, device="cuda", dtype="bfloat16")
+    (check,) = (
+        check for check in report.checks if check.shape == "320 -> 320" and "lib" in check.op
+    )
+    assert check.op == "product, library not at 1000 rows"
     assert [products.choose(rows, shape) is None for rows in (999, 1000, 1001)] == [
         True,
         False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu import HALVES, layout_of, module, needs_gpu, pages_of, randn, same_bits
+from gpu import HALVES, layout_of, module, needs_gpu, pages_of, prove_library, randn, same_bits
 from poison import poisoned_memory
 
 from shared_ops.embedding.op import embedding
@@ -21,7 +21,8 @@ ROWS = (1, 2, 15, 16, 17, 31, 33, 63, 65, 127, 129, 513)
 
 
 @pytest.fixture(autouse=True)
-def poison():
+def poison(monkeypatch):
+    monkeypatch.setattr(module("products"), "_outside", {})
     with poisoned_memory():
         yield
 
@@ -47,6 +48,7 @@ def test_every_tile_gives_the_plain_products_bits(dtype, depth, columns) -> None
 )
 def test_the_chosen_schedule_gives_the_plain_products_bits(dtype, depth, columns) -> None:
     products, compared = module("products"), 0
+    prove_library(depth, columns, dtype, torch.float32)
     x_TK, w_NK = randn(1500, depth, dtype=dtype), randn(columns, depth, dtype=dtype, scale=0.02)
     wanted = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     for rows in (*ROWS, 777, 1500):
@@ -65,6 +67,7 @@ def test_rounded_products_where_rounding_hides_nothing(dtype, depth, columns) ->
     """The exact product is 0: what is left is the order of the sum, at full relative size."""
     products, compared = module("products"), 0
     cancelling = module("attest_cuda").cancelling
+    prove_library(depth, columns, dtype, dtype)
     x_TK, w_NK = cancelling(1500, columns, depth, dtype, seed=3)
     wanted = products.run(x_TK, w_NK, torch.float32, products.PLAIN)
     assert (wanted != 0).float().mean() > 0.9
@@ -86,8 +89,11 @@ def test_a_split_sum_is_seen() -> None:
 
 
 @HALVES
-def test_linear_rows_do_not_know_their_batch(dtype) -> None:
+@pytest.mark.parametrize("is_proved", [True, False])
+def test_linear_rows_do_not_know_their_batch(dtype, is_proved) -> None:
     for depth, columns in ((896, 1152), (4864, 896), (40, 120)):
+        if is_proved:
+            prove_library(depth, columns, dtype, torch.float32)
         x_TK, w_NK = randn(600, depth, dtype=dtype), randn(columns, depth, dtype=dtype, scale=0.05)
         bias_N = randn(columns, dtype=dtype)
         wanted = linear(x_TK, w_NK, bias_N)

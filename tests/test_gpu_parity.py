@@ -9,11 +9,12 @@ import random
 
 import pytest
 import torch
-from gpu import HALVES, needs_gpu
+from gpu import HALVES, module, needs_gpu
 from toy_models import toy_folder
 from train_samples import drawn
 
 from rollout import Engine, EngineConfig, SamplingParams
+from shared_ops.attest import attest
 from trainer import Trainer, TrainerConfig, TrainSample
 
 pytestmark = needs_gpu
@@ -107,6 +108,22 @@ def test_completions_do_not_depend_on_the_engines_limits(folders, family) -> Non
             (sample.completion_ids, sample.behaviour_logprobs) for sample in rollout(engine, seed=9)
         ]
     assert all(each == given["default"] for each in given.values())
+
+
+def test_attested_schedules_keep_parity(folders, tmp_path, monkeypatch) -> None:
+    """The other tests run on tiles; here the vendor library takes what it was proved for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    products = module("products")
+    monkeypatch.setattr(products, "_outside", {})
+    trainer, engine = pair(folders["qwen2"], torch.bfloat16)
+    before = rollout(engine, seed=6)
+    attest(engine.model_config, device="cuda", dtype="bfloat16").raise_if_broken()
+    shape = products.Shape(64, 64, torch.bfloat16, torch.bfloat16)
+    assert products.choose(100, shape) is None
+    samples = rollout(engine, seed=6)
+    assert [x.behaviour_logprobs for x in samples] == [x.behaviour_logprobs for x in before]
+    assert differing(trainer, samples)[1] == 0
+    assert trainer.step([x for x in samples if x.temperature]).tokens_differing == 0
 
 
 def test_float32_on_the_gpu_is_exact_too(folders) -> None:

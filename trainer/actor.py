@@ -64,7 +64,9 @@ class TrainerActor:
         """The contracts of the model's ops, checked on this process's machine and threads."""
         from shared_ops.attest import attest
 
-        return attest(self.trainer.model_config)
+        trainer = self.trainer
+        device = trainer.ranks.device.type
+        return attest(trainer.model_config, device=device, dtype=trainer.config.dtype)
 
     def version(self) -> int:
         return self.trainer.version
