@@ -168,6 +168,7 @@ def _python_path() -> str:
 
 def _actors(config: RunConfig, model_folder: Path) -> Sides:
     import ray
+    from ray.exceptions import RayActorError
 
     from rollout.actor import remote_class as rollout_class
     from trainer.actor import remote_class as trainer_class
@@ -181,7 +182,7 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
     sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
     try:
         _unwrapped(lambda: ray.get([rollout.version.remote(), trainer.version.remote()]))
-    except ray.exceptions.RayActorError as error:
+    except RayActorError as error:
         cause = getattr(error, "cause", None) or error
         raise RuntimeSetupError(f"an actor did not start: {str(cause).splitlines()[-1]}") from error
     return sides

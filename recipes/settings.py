@@ -5,7 +5,7 @@ No torch here: `--help` has to answer at once.
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
@@ -133,14 +133,25 @@ def tiny() -> RunConfig:
     )
 
 
-def _named(preset: str, model: str, **changes) -> RunConfig:
+def _named(preset: str, model: str, expected_accuracy: float | None = None) -> RunConfig:
     """GSM8K with a named model; a CPU gets a batch that it can hold out against."""
-    size = {"prompts_per_step": 32, "group_size": 16, "max_tokens": 512, "steps": 100}
+    size: dict[str, Any] = {
+        "prompts_per_step": 32,
+        "group_size": 16,
+        "max_tokens": 512,
+        "steps": 100,
+    }
     if not gpu_present():
-        size = {"prompts_per_step": 4, "group_size": 4, "max_tokens": 128, "steps": 10}
-    config = RunConfig(
+        size: dict[str, Any] = {
+            "prompts_per_step": 4,
+            "group_size": 4,
+            "max_tokens": 128,
+            "steps": 10,
+        }
+    return RunConfig(
         preset=preset,
         model=model,
+        expected_accuracy=expected_accuracy,
         data=GSM8K,
         instruction=INSTRUCTION,
         evaluation=EvalConfig(problems=1319 if gpu_present() else 16),
@@ -151,7 +162,6 @@ def _named(preset: str, model: str, **changes) -> RunConfig:
         ),
         **size,
     )
-    return replace(config, **changes)
 
 
 def smollm2_135m() -> RunConfig:
