@@ -24,6 +24,7 @@ class EngineConfig:
     max_sequences: sequences that hold KV at the same time.
     prefill_chunk: most tokens of one sequence in one forward.
     prefix_cache: keep full pages by content and share them, also among the n samples of a request.
+    cuda_graphs: on CUDA, launch decode steps as captured graphs and plan one step ahead.
     exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
     """
 
@@ -37,6 +38,7 @@ class EngineConfig:
     prefix_cache: bool = True
     exact: bool = True
     memory_share: float = 0.4
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prefill_chunk"):

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rollout.ahead import is_live, plan_after
 from rollout.batch import build_batch
 from rollout.config import EngineConfig, EngineError
-from rollout.memory import choose_num_pages
+from rollout.graphs import DecodeGraphs, Flight
+from rollout.memory import choose_num_pages, require_weights_fit
 from rollout.paged_kv import PagedKV
 from rollout.request import (
     Completion,
@@ -26,6 +28,7 @@ from rollout.request import (
 from rollout.sampler import sample
 from rollout.scheduler import Scheduler, StepPlan
 from rollout.trace import trace_rows
+from shared_ops.attest import attest
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of
 from shared_ops.model.vocabulary import vocab_limit
@@ -48,19 +51,31 @@ class Engine:
 
         Raises:
             ConfigError, WeightsError: the folder cannot be used.
-            EngineError: the device is not there, or the KV pages do not fit.
+            EngineError: the device is not there, or weights or KV pages do not fit.
+            AttestationError: on CUDA, the contracts do not hold on this GPU.
         """
         self.config = config or EngineConfig()
         self.device = find_device(self.config.device)
         self.dtype = dtype_of(self.config.dtype)
         self.model_config = ModelConfig.from_folder(model_folder)
+        if self.device.type == "cuda":
+            if self.config.exact:
+                attest(self.model_config, device="cuda", dtype=self.config.dtype).raise_if_broken()
+            require_weights_fit(self.model_config, self.dtype, self.device)
         self.weights = load_folder(model_folder, self.model_config, self.dtype, self.device)
         self.vocab_limit = vocab_limit(model_folder, self.model_config)
         self.ops = EXACT if self.config.exact else ORDINARY
         self.model = Decoder(self.model_config, self.weights, self.ops)
         num_pages = choose_num_pages(self.config, self.model_config, self.dtype, self.device)
-        self.kv = self._new_kv(num_pages)
+        is_captured = self.config.cuda_graphs and self.device.type == "cuda"
+        self.kv = self._new_kv(num_pages + is_captured)
         self.scheduler = Scheduler(self.config, num_pages)
+        self.graphs: DecodeGraphs | None = None
+        if is_captured:
+            self.graphs = DecodeGraphs(
+                self.config, self.model, self.kv, self.vocab_limit, spare_page=num_pages
+            )
+        self._flight: Flight | None = None
         self._kept: list[Completion] = []
         self._names = count()
         self._seconds = 0.0
@@ -136,6 +151,7 @@ class Engine:
                 engine refuses to step until a load succeeds).
         """
         self._require_same_dtype(manifest)
+        self._kept += self._land_flight()
         self._half_loaded = f"weights version {manifest.version} were not loaded whole"
         try:
             self.weights.copy_from(tensors)
@@ -203,17 +219,40 @@ class Engine:
     def _advance(self) -> list[Completion]:
         self._require_whole_weights()
         began = time.perf_counter()
-        plan = self.scheduler.plan()
-        if not plan.rows:
+        flight, self._flight = self._flight or self._launch(self.scheduler.plan()), None
+        if flight is None:
             return []
+        ahead = self._launch_after(flight)
+        done = self._commit(*flight.landed())
+        if ahead is not None and any(map(is_live, ahead.plan.rows)):
+            self._flight = ahead
+        self._seconds += time.perf_counter() - began
+        return done
+
+    def _launch(self, plan: StepPlan) -> Flight | None:
+        """Start a step; None where there is nothing to do."""
+        if not plan.rows:
+            return None
+        if self.graphs is not None and self.graphs.serves(plan):
+            return self.graphs.launch(plan)
         batch = build_batch(plan, self.config.page_size, self.device)
         hidden_TD = self.model(batch.token_ids_T, batch.positions_T, self.kv.at(batch))
         tokens_B, logprobs_B = sample(
             hidden_TD[batch.last_B], self.model.head_VD, batch.draws, self.vocab_limit, self.ops
         )
-        done = self._commit(plan, tokens_B.tolist(), logprobs_B.tolist())
-        self._seconds += time.perf_counter() - began
-        return done
+        return Flight(plan, tokens_B, logprobs_B)
+
+    def _launch_after(self, flight: Flight) -> Flight | None:
+        """Start the step after one that is under way, where that can be planned already."""
+        if self.graphs is None or not flight.is_decode:
+            return None
+        plan = plan_after(self.scheduler, flight.plan)
+        return None if plan is None else self.graphs.launch(plan, after=flight)
+
+    def _land_flight(self) -> list[Completion]:
+        """Commit what is under way, so that pages and weights may change."""
+        flight, self._flight = self._flight, None
+        return [] if flight is None else self._commit(*flight.landed())
 
     def _commit(self, plan: StepPlan, tokens: list[int], logprobs: list[float]) -> list[Completion]:
         if not all(map(math.isfinite, logprobs)):

@@ -20,6 +20,25 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
     return numbers * dtype.itemsize
 
 
+def weights_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a decoder's weights (norms and biases, less than a thousandth, are left out)."""
+    heads = (model.num_heads + 2 * model.num_kv_heads) + model.num_heads
+    layer = model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+    tables = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return (model.num_layers * layer + tables) * dtype.itemsize
+
+
+def require_weights_fit(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """EngineError where the weights alone take more than is free."""
+    size, free = weights_bytes(model, dtype), free_memory(device)
+    if size > free:
+        raise EngineError(
+            f"the model's weights take {size / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}"
+            f" and {free / GIB:.1f} GiB is free: use a smaller model or a dtype of half the size,"
+            " or free memory"
+        )
+
+
 def choose_num_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
@@ -50,7 +69,8 @@ def choose_num_pages(
 def free_memory(device: torch.device) -> int:
     """Bytes that may still be taken on the device; a container's limit counts."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        reserved, taken = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved - taken
     return max(0, min(_system_available(), _container_available()))
 
 

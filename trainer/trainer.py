@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shared_ops.attest import attest
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of
 from shared_ops.model.vocabulary import vocab_limit
@@ -47,12 +48,15 @@ class Trainer:
 
         Raises:
             ValueError: folder, device or setting that cannot be used, named with the mend.
+            AttestationError: on CUDA, the contracts do not hold on this GPU.
         """
         self.config = config or TrainerConfig()
         self.folder = Path(model_folder)
         self.ranks = Ranks(self.config.device)
         self.model_config = ModelConfig.from_folder(self.folder)
         self.vocab_limit = vocab_limit(self.folder, self.model_config)
+        if self.config.exact and self.ranks.device.type == "cuda":
+            attest(self.model_config, device="cuda", dtype=self.config.dtype).raise_if_broken()
         self.version = self.steps = self.num_tokens = 0
         self._load_weights()
         self.optimizer = AdamW(self._masters.leaves(), self.config)

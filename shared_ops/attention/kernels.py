@@ -125,6 +125,13 @@ def _tiles_by_chunks(
     return single.to(device), others.to(device)
 
 
+@functools.cache
+def _decode_tiles(sequences: int, device: torch.device) -> Tensor:
+    """(sequence, 0): one tile each. Kept for good, because captured graphs go on reading it."""
+    table = _tile_table((1,) * sequences, 1, 0, 1)
+    return torch.from_numpy(table).to(device)
+
+
 def _lengths(starts: list[int], group: int = 1) -> tuple[int, ...]:
     return tuple((end - start) * group for start, end in itertools.pairwise(starts))
 
@@ -179,12 +186,19 @@ def paged_forward(
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=device)
     q_THE = _rows_contiguous(q_THE)
     small = small_schedule(group)
-    large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
-    few = _tiles(lens, small.rows, 0, small.rows, device)
+    is_decode = lens == (group,) * len(lens)
+    few = (
+        _decode_tiles(len(lens), device)
+        if is_decode
+        else _tiles(lens, small.rows, 0, small.rows, device)
+    )
     chunks = -(-max(layout.context_lens, default=1) // CHUNK)
     if split is None:
         split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
     attend(q_THE, source, few, small, o_THE, None, 0 if chunks == 1 else chunks if split else 1)
+    if is_decode:
+        return o_THE
+    large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
     single, others = _tiles_by_chunks(
         lens, tuple(layout.context_lens), group, large.rows, small.rows, device
     )
