@@ -1,5 +1,6 @@
 """Held-out accuracy, greedy and sampled, in the asked-for form and leniently."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from recipes.accuracy import Accuracy
@@ -37,3 +38,14 @@ def as_metrics(results: dict[str, Accuracy]) -> dict[str, Any]:
         metrics |= {f"eval/{kind}": accuracy.share, f"eval/{kind}/n": accuracy.total}
         metrics |= {f"eval/{kind}/low": low, f"eval/{kind}/high": high}
     return metrics
+
+
+def best_step(evaluations: Iterable[Mapping[str, Any]]) -> int | None:
+    """The step of the best record of evaluations.jsonl, the first of equals; step 0 does not count.
+
+    Best is the largest strict accuracy of samples: it varies less than greedy accuracy, and is what
+    the reward measures.
+    """
+    name = "eval/sampled_strict"
+    trained = [row for row in evaluations if row["step"] and name in row]
+    return max(trained, key=lambda row: (row[name], -row["step"]))["step"] if trained else None

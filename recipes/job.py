@@ -8,7 +8,8 @@ from typing import Any
 
 from recipes.accuracy import Accuracy
 from recipes.audit import first_differing_op
-from recipes.evaluate import as_metrics, evaluate
+from recipes.durable import read_lines
+from recipes.evaluate import as_metrics, best_step, evaluate
 from recipes.plan import signal_line
 from recipes.rewards import Rewards
 from recipes.run_folder import RunFolder
@@ -188,17 +189,24 @@ class Job:
         ]
 
     def finish_step(self, step: int) -> None:
-        """Save and evaluate where it is due."""
+        """Evaluate, then save, where it is due: a run killed between the two repeats both."""
         done, config = step + 1, self.config
-        if done % config.save_every == 0 or done == config.steps:
-            before = {k: (a.correct, a.total) for k, a in self.before.items()}
-            extra = {"next_step": done, "before": before}
-            path = self.folder.checkpoints / f"step-{done:06d}"
-            self.sides.trainer.save(str(path), extra)
-            keep_last(self.folder.checkpoints, config.keep_checkpoints)
         every = config.evaluation.every
         if every and done % every == 0 and done < config.steps:
             self._evaluate(f"step {done}", done)
+        best = self._best()
+        if done % config.save_every == 0 or done in (config.steps, best):
+            before = {k: (a.correct, a.total) for k, a in self.before.items()}
+            extra = {"next_step": done, "before": before}
+            self.sides.trainer.save(str(self.folder.checkpoint(done)), extra)
+            protected = [self.folder.checkpoint(best)] if best else []
+            keep_last(self.folder.checkpoints, config.keep_checkpoints, protected)
+
+    def _best(self) -> int | None:
+        """The step with the best evaluation so far, where `evaluation.every` asks for several."""
+        if not self.config.evaluation.every:
+            return None
+        return best_step(read_lines(self.log.evaluations_path))
 
     def end(self) -> dict[str, str]:
         """Evaluate, and close the log with its table and picture; the paths of all files."""
@@ -207,6 +215,8 @@ class Job:
         for kind, accuracy in after.items():
             name = kind.replace("_", ", ")
             summary[f"{name} accuracy"] = f"{self.before[kind]}  ->  {accuracy}"
+        if best := self._best():
+            summary["best checkpoint"] = self.folder.checkpoint(best).name
         self.log.say(f"checkpoints  {self.folder.checkpoints}")
         return self.log.finish(summary) | {"checkpoints": str(self.folder.checkpoints)}
 

@@ -28,6 +28,10 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / CHECKPOINTS
 
+    def checkpoint(self, steps: int) -> Path:
+        """Where the checkpoint after `steps` steps lies."""
+        return self.checkpoints / f"step-{steps:06d}"
+
 
 def choose(config: RunConfig) -> RunFolder:
     """The folder that --out and --resume ask for; nothing is written.

@@ -26,7 +26,8 @@ class EvalConfig:
     """Evaluation on held-out problems, greedy and sampled at temperature 1.
 
     problems: how many of the test split; 0 leaves evaluation out.
-    every: also after every so many steps; 0 is only before and after.
+    every: also after every so many steps; 0 is only before and after. The checkpoint with the
+        best strict accuracy of samples is then kept beside the newest ones.
     """
 
     problems: int = 256

@@ -113,6 +113,20 @@ def test_several_updates_see_lag_and_stay_proved(tmp_path):
     assert row["parity/lag_rescored_differing"] == row["parity/tokens_differing"] == 0
 
 
+def test_the_checkpoint_with_the_best_evaluation_is_kept(tmp_path, monkeypatch):
+    from recipes import job
+    from recipes.accuracy import Accuracy
+
+    scores = iter([3, 2, 1, 0, 1])
+    monkeypatch.setattr(job, "evaluate", lambda *_: {"sampled_strict": Accuracy(next(scores), 4)})
+    out = tmp_path / "best"
+    words = ["--steps", "4", "--keep-checkpoints", "1", "--evaluation.every", "1"]
+    assert main([*SMALL, *words, "--save-every", "3", "--out", str(out)]) == 0
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["step-000001", "step-000004"]
+    assert json.loads((out / "summary.json").read_text())["best checkpoint"] == "step-000001"
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     out = tmp_path / "dry"
     assert main([*SMALL, "--dry-run", "--out", str(out)]) == 0

@@ -124,6 +124,25 @@ def test_the_last_and_the_protected_are_kept(folder, tmp_path):
         keep_last(tmp_path, 0)
 
 
+def test_a_removal_that_is_killed_leaves_no_half_checkpoint(folder, tmp_path, monkeypatch):
+    trainer = trainer_of(folder)
+    for step in (1, 2):
+        trainer.steps = step
+        trainer.save(tmp_path / f"step-{step}")
+
+    def killed(path, **_):
+        (path / "digests.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoint.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            keep_last(tmp_path, 1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-2"]
+    keep_last(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
 def test_saving_again_replaces_and_leaves_nothing_beside(folder, tmp_path):
     trainer = trainer_of(folder)
     (tmp_path / ".step-1.partial-killed").mkdir()

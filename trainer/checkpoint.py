@@ -162,7 +162,10 @@ def keep_last(folder: str | Path, count: int, protected: Iterable[str | Path] = 
     spared = {Path(path).resolve() for path in protected}
     for path in _by_step(folder)[:-count]:
         if path.resolve() not in spared:
-            shutil.rmtree(path)
+            # A kill in the middle must not leave a folder that no longer looks like a checkpoint.
+            leaving = path.with_name(f".{path.name}.partial-removed")
+            os.replace(path, leaving)
+            shutil.rmtree(leaving)
 
 
 def _by_step(folder: str | Path) -> list[Path]:

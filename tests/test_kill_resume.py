@@ -1,0 +1,36 @@
+"""Behaviour of a run killed with SIGKILL: some places of the matrix of benchmarks.bench_resume."""
+
+import pytest
+
+from benchmarks import bench_resume
+from benchmarks.bench_resume import KILLS, compare, outcome
+
+CHOSEN = (
+    "optimiser step, half the tensors",
+    "evaluation, before its line",
+    "while an old checkpoint goes",
+)
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("kills")
+    return scratch, bench_resume.reference_run(scratch)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_killed_run_ends_as_one_left_alone(name, left_alone):
+    scratch, wanted = left_alone
+    (kill,) = [kill for kill in KILLS if kill.name == name]
+    assert compare(scratch, kill, wanted, name.replace(" ", "_")) == []
+
+
+def test_the_comparison_sees_one_bit_of_the_weights(left_alone):
+    scratch, wanted = left_alone
+    checkpoint = max((scratch / "reference/checkpoints").glob("step-*"))
+    digests = checkpoint / "digests.json"
+    whole = digests.read_text()
+    digests.write_text(whole.replace(wanted["last checkpoint"]["model.safetensors"], "0" * 64))
+    assert outcome(scratch / "reference") != wanted
+    digests.write_text(whole)
+    assert outcome(scratch / "reference") == wanted
