@@ -1,0 +1,74 @@
+"""Models of published shapes with random weights, made on the GPU: speed does not depend on them.
+
+The folder holds a config.json and no weights; `replace_files` lets the engine and the trainer
+make theirs from a seed where they would read a file.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from benchmarks.bench_ops import MODELS, Model
+from shared_ops.model.config import ModelConfig
+from shared_ops.model.weights import Weights
+
+LAYERS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36}
+TIED = {"Qwen3-0.6B": True, "Qwen3-8B": False}
+SCALE = 0.02
+
+
+def model_of(name: str) -> Model:
+    return next(model for model in MODELS if model.name == name)
+
+
+def make_folder(name: str, base: Path) -> Path:
+    """A folder with the model's config.json; it has no tokenizer and no end of sequence."""
+    model, folder = model_of(name), base / name
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS[name],
+        "hidden_size": model.width,
+        "intermediate_size": model.inner,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_width,
+        "vocab_size": model.vocabulary,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": TIED[name],
+    }
+    (folder / "config.json").write_text(json.dumps(settings, indent=1))
+    return folder
+
+
+@torch.no_grad()
+def random_weights(
+    folder: object, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+) -> Weights:
+    """Like `load_folder`: equal for equal shapes, whatever the dtype they are rounded to."""
+    generator = torch.Generator(device).manual_seed(0)
+    weights = Weights(config, dtype, device)
+    for leaf in weights.leaves():
+        if leaf.dim() == 1:
+            leaf.fill_(1.0)
+        else:
+            noise = torch.randn(leaf.shape, generator=generator, device=device)
+            leaf.copy_(noise.to(torch.bfloat16) * SCALE)
+    return weights
+
+
+@contextlib.contextmanager
+def replace_files() -> Iterator[None]:
+    with (
+        mock.patch("rollout.engine.load_folder", random_weights),
+        mock.patch("trainer.trainer.load_folder", random_weights),
+    ):
+        yield
