@@ -78,8 +78,8 @@ def token_logprobs(
     hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, vocab_limit: int
 ) -> tuple[Tensor, Tensor]:
     logits_TV = scaled_logits(hidden_TD, head_VD, temperature_T, vocab_limit)
-    with torch.no_grad():
-        entropy_T = torch.special.entr(logits_TV.softmax(-1)).sum(-1)
+    logprobs_TV = logits_TV.log_softmax(-1)
+    entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e4)).sum(-1)
     return select_logprobs(logits_TV, targets_T), entropy_T
 
 

@@ -110,6 +110,10 @@ def check_logprob() -> None:
         logprob_kernels.token_logprobs_backward(grad_T, *given, got[2], limit),
         logprob_reference.token_logprobs_backward(grad_T, *given, None, limit),
     )
+    all_close(
+        logprob_kernels.token_logprobs_backward(grad_T, *given, got[2], limit, 3 * grad_T.flip(0)),
+        logprob_reference.token_logprobs_backward(grad_T, *given, None, limit, 3 * grad_T.flip(0)),
+    )
 
 
 def check_sample() -> None:

@@ -119,18 +119,22 @@ def _attention(heads: int, kv_heads: int, width: int) -> Case:
     )
 
 
-def _token_logprobs(width: int, vocabulary: int, limit: int) -> Case:
+def _token_logprobs(width: int, vocabulary: int, limit: int, which: str = "logprobs") -> Case:
     targets = torch.randint(limit, (TOKENS,), generator=torch.Generator().manual_seed(1))
     heat = torch.linspace(0.5, 1.5, TOKENS)
 
     def exact(hidden: Tensor, head: Tensor) -> Tensor:
         logprobs = ((hidden @ head.T)[:, :limit] / heat.double().unsqueeze(1)).log_softmax(-1)
+        if which == "entropy":
+            return -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
 
     return Case(
-        f"token_logprobs {width} to {vocabulary}",
+        f"token_logprobs {width} to {vocabulary}: {which}",
         (random(TOKENS, width, seed=2), random(vocabulary, width, seed=3, scale=0.3)),
-        lambda ops, hidden, head: ops.token_logprobs(hidden, head, targets, heat, limit)[0],
+        lambda ops, hidden, head: ops.token_logprobs(hidden, head, targets, heat, limit)[
+            which == "entropy"
+        ],
         exact,
         to_float32=True,
     )
@@ -149,6 +153,8 @@ CASES = [
     _attention(2, 2, 256),
     _token_logprobs(64, 131, 131),
     _token_logprobs(300, 301, 290),
+    _token_logprobs(64, 131, 131, "entropy"),
+    _token_logprobs(300, 301, 290, "entropy"),
 ]
 
 

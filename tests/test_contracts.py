@@ -275,7 +275,7 @@ def test_the_gradient_check_fails_with_ordinary_ops():
     assert wrong > 0
 
 
-def _weight_gradients(ops: OpSet, dtype) -> list[Tensor]:
+def _weight_gradients(ops: OpSet, dtype, bonus: float) -> list[Tensor]:
     """Gradients of every parameter and input of every op, summed over 600 tokens."""
     tokens, width, vocabulary = 600, 57, 131
     x = random(tokens, width, dtype=dtype).requires_grad_()
@@ -287,18 +287,19 @@ def _weight_gradients(ops: OpSet, dtype) -> list[Tensor]:
     y = ops.rmsnorm(ops.linear(x, w, b) + ops.embedding(ids, head), norm, 1e-5)
     y = ops.swiglu(torch.cat((y, y), 1))
     logprobs, entropy = ops.token_logprobs(y, head, ids, torch.full((tokens,), 0.7), vocabulary - 1)
-    assert not entropy.requires_grad
-    logprobs[ids < vocabulary - 1].sum().backward()
+    kept = ids < vocabulary - 1
+    (logprobs[kept].sum() + bonus * entropy.sum() if bonus else logprobs[kept].sum()).backward()
     return [leaf.grad for leaf in (x, w, b, norm, head)]
 
 
 @both_dtypes
-def test_weight_gradients_are_equal_from_run_to_run_and_for_any_thread_count(dtype):
+@pytest.mark.parametrize("bonus", [0.0, 0.3])
+def test_weight_gradients_are_equal_from_run_to_run_and_for_any_thread_count(dtype, bonus):
     with threads(1):
-        wanted = _weight_gradients(EXACT, dtype)
+        wanted = _weight_gradients(EXACT, dtype, bonus)
     for count in (1, 2, 2):
         with threads(count):
-            got = _weight_gradients(EXACT, dtype)
+            got = _weight_gradients(EXACT, dtype, bonus)
         assert sum(g.numel() for g in got) > 0
         assert [differing(g, w) for g, w in zip(got, wanted, strict=True)] == [0] * len(wanted)
 

@@ -125,6 +125,17 @@ def test_token_logprobs(dtype) -> None:
     compare(
         ours, lambda hidden, head: _logprobs(hidden, head, targets_T, temperature_T, limit), leaves
     )
+
+    def our_bonus(hidden: Tensor, head: Tensor) -> Tensor:
+        both = EXACT.token_logprobs(hidden, head, targets_T, temperature_T, limit)
+        return both[0] + 3 * both[1]
+
+    def plain_bonus(hidden: Tensor, head: Tensor) -> Tensor:
+        logits_TV = (hidden @ head[:limit].T) / temperature_T[:, None].to(hidden.dtype)
+        entropy_T = -(logits_TV.softmax(-1) * logits_TV.log_softmax(-1)).sum(-1)
+        return _logprobs(hidden, head, targets_T, temperature_T, limit) + 3 * entropy_T
+
+    compare(our_bonus, plain_bonus, leaves)
     logprobs_T, entropy_T = EXACT.token_logprobs(*leaves, targets_T, temperature_T, limit)
     logits_TV = leaves[0].double() @ leaves[1].double()[:limit].T / temperature_T.double()[:, None]
     torch.testing.assert_close(entropy_T.double(), _entropy(logits_TV), rtol=1e-5, atol=1e-5)

@@ -170,6 +170,37 @@ def test_the_gradient_does_not_depend_on_micro_batch_size(folder, aggregation):
         assert difference <= 1e-6 * scale
 
 
+def test_an_entropy_bonus_raises_entropy_and_0_asks_for_no_gradient_of_it(folder, monkeypatch):
+    from shared_ops.logprob import reference
+
+    real, asked = reference.token_logprobs_backward, []
+
+    def seen(*arguments):
+        asked.append(arguments[-1] is not None)
+        return real(*arguments)
+
+    monkeypatch.setattr(reference, "token_logprobs_backward", seen)
+    means = {}
+    for coefficient in (0.0, 0.5, -0.5):
+        trainer = trainer_of(folder, entropy_coefficient=coefficient, learning_rate=1e-3)
+        samples = [replace(s, advantage=0.0) for s in drawn(trainer, unscored(6))]
+        samples[0] = replace(samples[0], advantage=1e-6)
+        trainer.step(samples)
+        means[coefficient] = trainer.step(drawn(trainer, samples)).metrics["entropy"]
+    assert asked == [bool(coefficient) for coefficient in means for _ in range(2)]
+    assert means[-0.5] < means[0.0] < means[0.5]
+
+
+def test_the_gradient_of_the_entropy_bonus_does_not_depend_on_micro_batch_size(folder):
+    samples = drawn(trainer_of(folder), unscored(9))
+    whole, parts = (
+        gradients(folder, samples, entropy_coefficient=0.3, micro_batch_tokens=budget)
+        for budget in (8192, 1)
+    )
+    scale = max(gradient.abs().max() for gradient in whole)
+    assert max((a - b).abs().max() for a, b in zip(whole, parts, strict=True)) <= 1e-6 * scale
+
+
 def test_samples_without_advantage_change_only_denominators(folder):
     samples = drawn(trainer_of(folder), unscored(6))
     idle = [replace(sample, advantage=0.0) for sample in samples[3:]]

@@ -60,6 +60,8 @@ class TrainerConfig:
             about 3e-4 and 4e-4.
         dual_clip: c > 1 bounds the loss of negative advantages at -c A; None leaves it out.
         cispo_cap: the largest weight of cispo.
+        entropy_coefficient: the loss is lessened by it times the mean entropy of the drawn tokens'
+            distributions (an entropy bonus); 0 computes no gradient for it.
         beta: weight of the k3 KL to the initial model; 0 loads no reference.
         max_completion_tokens: L_max of aggregation "constant", in tokens.
         mask_truncated: leave truncated completions out of the loss and its denominators.
@@ -91,6 +93,7 @@ class TrainerConfig:
     clip_high: float = 0.28
     dual_clip: float | None = None
     cispo_cap: float = 5.0
+    entropy_coefficient: float = 0.0
     beta: float = 0.0
     max_completion_tokens: int | None = None
     mask_truncated: bool = False

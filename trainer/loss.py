@@ -9,6 +9,8 @@ advantage of its completion:
 * `cispo`: -stop_gradient(min(rho, cap)) A log pi_theta (MiniMax 2025).
 * dual clip (Ye et al. 2020), on grpo and gspo where A < 0: the loss is at most -c A.
 * beta > 0 adds beta (exp(d) - d - 1), d = log pi_ref - log pi_theta, after the importance weight.
+* entropy_coefficient c adds -c H, H the entropy of pi_theta (after the temperature) at the token,
+  after the importance weight too (Mnih et al. 2016, "Asynchronous methods for deep RL").
 
 Sums, over the completions that count (i of B, n_i tokens, N in all): `token` sum / N (DAPO),
 `sequence` mean over i of sum_t / n_i (GRPO), `constant` sum / (B L_max) (Dr. GRPO). N and B come

@@ -68,10 +68,10 @@ def objective(
     """The micro-batch's part of the loss (a scalar to differentiate), and its token columns.
 
     Args:
-        config: mode, loss, aggregation, beta.
+        config: mode, loss, aggregation, entropy_coefficient, beta.
         given: columns of the samples.
         now_N: [N] float32, log pi_theta, differentiable.
-        entropy_N: [N] float32, nats.
+        entropy_N: [N] float32, nats, differentiable.
         reference_N: [N] float32 log pi_ref, or None without a reference.
     """
     detached_N = now_N.detach()
@@ -85,6 +85,8 @@ def objective(
     no_kl_N = torch.zeros_like(detached_N)
     kl_N = no_kl_N if reference_N is None else reference_kl(now_N, reference_N)
     loss_N = correction.weight_T * terms.loss_T + config.beta * kl_N
+    if config.entropy_coefficient:
+        loss_N = loss_N - config.entropy_coefficient * entropy_N
     weighted = config.mode in ("tis", "mis")
     log = TokenLog(
         logprob=detached_N,
@@ -92,7 +94,7 @@ def objective(
         kept=given.kept_N,
         age=given.age_N,
         counts=given.counts_N,
-        entropy=entropy_N,
+        entropy=entropy_N.detach(),
         loss=loss_N.detach(),
         scale=given.scale_N,
         importance=correction.weight_T if weighted else correction.ratio_T,

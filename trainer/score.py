@@ -19,7 +19,7 @@ class Scorer(NamedTuple):
     vocab_limit: int
 
     def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """float32 log-probabilities [N] (differentiable) and entropies [N] in nats (not)."""
+        """float32 log-probabilities [N] and entropies [N] in nats, both differentiable."""
         hidden_ND = self._hidden(batch).index_select(0, batch.rows_N)
         return self.model.ops.token_logprobs(
             hidden_ND, self.model.head_VD, batch.targets_N, batch.temperature_N, self.vocab_limit

@@ -201,7 +201,8 @@ class Trainer:
             yield pack(samples, chosen, self.ranks.device)
 
     def _has_gradient(self, sample: TrainSample) -> bool:
-        informs = sample.advantage != 0 or self._reference is not None
+        every = self._reference is not None or self.config.entropy_coefficient != 0
+        informs = sample.advantage != 0 or every
         return informs and counts(self.config, sample)
 
     def _denominators(self, samples: Sequence[TrainSample]) -> Denominators:

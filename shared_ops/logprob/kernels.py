@@ -56,18 +56,27 @@ def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
 
 
 def token_logprobs(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit: int):
-    """Log probabilities, entropies, and what the backward needs: row maxima and sums, [2, T]."""
+    """Log probabilities, entropies, and what the backward needs: [3, T] entropies again, row
+    maxima and sums."""
     out_4T = torch.empty((4, len(targets_T)), dtype=torch.float32, device=hidden_TD.device)
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         out_4T[:, rows] = torch.stack(_reduce(logits_BV, targets_T[rows]))
-    return out_4T[0], out_4T[1], out_4T[2:]
+    return out_4T[0], out_4T[1], out_4T[1:]
 
 
 def token_logprobs_backward(
-    grad_T, hidden_TD, head_VD, targets_T, temperature_T, saved_2T, vocab_limit: int
+    grad_T,
+    hidden_TD,
+    head_VD,
+    targets_T,
+    temperature_T,
+    saved_3T,
+    vocab_limit: int,
+    grad_entropy_T=None,
 ):
-    """d logprob / d logits = (onehot - softmax) / temperature, rounded to the input's dtype.
+    """d logprob / d logits = (onehot - softmax) / temperature, the entropy's gradient added where
+    one arrives, rounded to the input's dtype.
 
     Both products are library calls on row blocks in increasing order; dhead adds the blocks in
     float32.
@@ -75,13 +84,15 @@ def token_logprobs_backward(
     dhidden_TD = torch.empty_like(hidden_TD)
     dhead_VD = None
     scale_T = grad_T.float() / temperature_T
+    entropy_scale_T = scale_T if grad_entropy_T is None else grad_entropy_T.float() / temperature_T
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         dlogits_BV = torch.empty_like(logits_BV, dtype=hidden_TD.dtype)
         grid = (logits_BV.shape[0], triton.cdiv(logits_BV.shape[1], CHUNK))
         _gradient[grid](
-            logits_BV, targets_T[rows].contiguous(), scale_T[rows], *saved_2T[:, rows].contiguous(),
-            dlogits_BV, logits_BV.shape[1], CHUNK=CHUNK,
+            logits_BV, targets_T[rows].contiguous(), scale_T[rows], entropy_scale_T[rows],
+            *saved_3T[:, rows].contiguous(), dlogits_BV, logits_BV.shape[1],
+            WITH_ENTROPY=grad_entropy_T is not None, CHUNK=CHUNK,
         )  # fmt: skip
         del logits_BV
         dhidden_TD[rows] = torch.mm(dlogits_BV, head_VD)
@@ -170,15 +181,24 @@ def _gradient(
     logits_ptr,
     targets_ptr,
     scale_ptr,
+    entropy_scale_ptr,
+    entropy_ptr,
     top_ptr,
     sum_ptr,
     dlogits_ptr,
     vocabulary,
+    WITH_ENTROPY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """The sum of p s over a row is log(sum) - entropy."""
     row, v, at = _row_and_chunk(vocabulary, CHUNK)
     x = tl.load(logits_ptr + at, mask=v < vocabulary, other=float("-inf"))
-    p = tl.exp(x - tl.load(top_ptr + row)) / tl.load(sum_ptr + row)
+    shifted = x - tl.load(top_ptr + row)
+    p = tl.exp(shifted) / tl.load(sum_ptr + row)
     onehot = tl.where(v == tl.load(targets_ptr + row), 1.0, 0.0)
     dlogits = (onehot - p) * tl.load(scale_ptr + row)
+    if WITH_ENTROPY:
+        mean = tl.log(tl.load(sum_ptr + row)) - tl.load(entropy_ptr + row)
+        slope = p * (tl.maximum(shifted, -1e4) - mean)
+        dlogits -= slope * tl.load(entropy_scale_ptr + row)
     tl.store(dlogits_ptr + at, dlogits.to(dlogits_ptr.dtype.element_ty), mask=v < vocabulary)

@@ -12,7 +12,9 @@ The sampler calls `scaled_logits`, draws, and calls `select_logprobs`; the train
 `token_logprobs`, which runs the same two functions on row blocks and keeps no [T, V] array.
 Backward: logits are recomputed per row block; sums over tokens run in increasing order. CUDA:
 d logits is rounded to the input's dtype and both products are the library's; the blocks of d head
-are added in float32. It is bit-equal from run to run for one packing.
+are added in float32. It is bit-equal from run to run for one packing. The entropy's gradient, with
+s = logits - maximum, p the softmax and h what arrives, is -h p (s - sum p s) / temperature on the
+logits, added in float32; where nothing arrives nothing is computed for it, and no bit changes.
 """
 
 from types import ModuleType
@@ -60,13 +62,16 @@ class _TokenLogprobs(torch.autograd.Function):
         )
         ctx.save_for_backward(hidden_TD, head_VD, targets_T, temperature_T, saved_2T)
         ctx.vocab_limit = vocab_limit
-        ctx.mark_non_differentiable(entropy_T)
+        ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx, *grads):
-        dhidden_TD, dhead_VD = _schedules(grads[0]).token_logprobs_backward(
-            grads[0], *ctx.saved_tensors, ctx.vocab_limit
+        grad_T, grad_entropy_T = grads
+        if grad_T is None:
+            grad_T = torch.zeros_like(grad_entropy_T)
+        dhidden_TD, dhead_VD = _schedules(grad_T).token_logprobs_backward(
+            grad_T, *ctx.saved_tensors, ctx.vocab_limit, grad_entropy_T
         )
         return dhidden_TD, dhead_VD, None, None, None
 
@@ -84,6 +89,6 @@ def token_logprobs(
         vocab_limit: number of vocabulary rows that a token may come from, 1..V.
 
     Returns:
-        float32 [T] log probabilities, and float32 [T] entropies in nats (not differentiable).
+        float32 [T] log probabilities, and float32 [T] entropies in nats, both differentiable.
     """
     return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit)

@@ -51,17 +51,33 @@ def _entropy(logits_BV: Tensor) -> Tensor:
 
 
 def token_logprobs_backward(
-    grad_T, hidden_TD, head_VD, targets_T, temperature_T, _saved, vocab_limit: int
+    grad_T,
+    hidden_TD,
+    head_VD,
+    targets_T,
+    temperature_T,
+    _saved,
+    vocab_limit: int,
+    grad_entropy_T=None,
 ):
-    """d logprob / d logits = (onehot - softmax) / temperature."""
+    """d logprob / d logits = (onehot - softmax) / temperature; the entropy's as in op.py."""
     dhidden_TD = torch.empty_like(hidden_TD)
     dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
-        _, exp_BV, sum_B1 = _normalised(logits_BV)
+        shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
         dlogits_BV = (exp_BV / sum_B1).neg_()
         dlogits_BV[torch.arange(len(dlogits_BV)), targets_T[rows]] += 1.0
         dlogits_BV *= (grad_T[rows] / temperature_T[rows]).unsqueeze(-1)
+        if grad_entropy_T is not None:
+            scale_B = grad_entropy_T[rows] / temperature_T[rows]
+            dlogits_BV -= _entropy_slope(shifted_BV, exp_BV / sum_B1).mul_(scale_B.unsqueeze(-1))
         dhidden_TD[rows] = fixed_product(dlogits_BV, head_VD).to(hidden_TD.dtype)
         dhead_VD += token_product(dlogits_BV, hidden_TD[rows])
     return dhidden_TD, dhead_VD.to(head_VD.dtype)
+
+
+def _entropy_slope(shifted_BV: Tensor, p_BV: Tensor) -> Tensor:
+    """-d entropy / d logits = p (s - sum p s); a masked entry counts as 0."""
+    shifted_BV = shifted_BV.clamp(min=-1e4)
+    return (shifted_BV - row_sum(p_BV * shifted_BV)).mul_(p_BV)
