@@ -1,7 +1,7 @@
 """Output tokens per second of the rollout engine, exact and unconstrained, in one run.
 
 Random weights of the model's shape, bfloat16, temperature 1, logprobs returned, no early stop, no
-shared prefixes, fresh prompts each time; a whole run of each workload before the measured ones.
+shared prefixes, fresh prompts each time; the first tokens of each workload are run beforehand.
 
 "unconstrained" is the same engine with every matrix product left to cuBLAS as it likes, split K
 included; split-KV attention goes by load on both sides. `EngineConfig(exact=False)` would be no
@@ -14,6 +14,7 @@ Example: python -m benchmarks.bench_engine --model Qwen3-0.6B \\
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import random
@@ -31,6 +32,7 @@ import torch
 from benchmarks.bench_ops import environment
 from benchmarks.random_models import LAYERS, make_folder, replace_files
 from rollout import Completion, Engine, EngineConfig, SamplingParams
+from rollout.graphs import carve
 from trainer import TrainSample
 from trainer.packing import pack, split_samples
 from trainer.parity import compare
@@ -65,6 +67,7 @@ ANCHORS = {
     ("Qwen3-8B", MIDDLE): Anchors(17_200, 13_800, 31_000, 22_000, 26_000),
     ("Qwen3-8B", SMALL): Anchors(1_400, 420, 2_200, 1_700, 1_900),
 }
+WARM_UP = 8
 ENGINE = EngineConfig(
     device="cuda",
     dtype="bfloat16",
@@ -105,7 +108,7 @@ def rollout(engine: Engine, work: Workload, seed: int) -> tuple[float, list[Comp
 
 def measure(engine: Engine, work: Workload, repeats: int) -> tuple[list[float], list[Completion]]:
     """Tokens per second of each repeat, and the last completions."""
-    rollout(engine, work, seed=0)
+    rollout(engine, work._replace(output=WARM_UP), seed=0)
     rates, completions = [], []
     for seed in range(1, repeats + 1):
         seconds, completions = rollout(engine, work, seed)
@@ -149,19 +152,33 @@ def differing(engine: Engine, completions: list[Completion], tokens: int) -> tup
     return compared, other
 
 
-def replay_ms(engine: Engine) -> dict[str, float]:
-    """Device time of each captured step; the engine's pages are of no use afterwards."""
-    assert engine.graphs is not None
+@torch.inference_mode()
+def replay_ms(engine: Engine, context: int = 384) -> dict[str, float]:
+    """Device time of captured steps, every row at one context; the pages are of no use afterwards.
+
+    Without the host, so what the wall clock says beyond it is the host's.
+    """
+    graphs = engine.graphs
+    assert graphs is not None
     found = {}
-    for (rows, bound, _), graph in sorted(engine.graphs._graphs.items()):
+    for (rows, bound, _), graph in sorted(graphs._graphs.items()):
+        if rows not in (8, 256, graphs.max_rows - 24, graphs.max_rows):
+            continue
+        inputs, _ = carve(graphs._inputs, rows, graphs._pages(bound))
+        graphs._pad(inputs)
+        pages = torch.arange(inputs.table_BP.numel(), device=engine.device) % graphs.spare_page
+        inputs.table_BP.copy_(pages.view_as(inputs.table_BP))
+        inputs.contexts_B.fill_(context)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
         graph.replay()
         start.record()
-        for _ in range(5):
+        for _ in range(20):
             graph.replay()
         end.record()
         end.synchronize()
-        found[f"{rows} rows, context up to {bound}"] = round(start.elapsed_time(end) / 5, 3)
+        found[f"{rows} rows, context {context}, captured up to {bound}"] = round(
+            start.elapsed_time(end) / 20, 3
+        )
     return found
 
 
@@ -190,7 +207,10 @@ def unconstrained_side(folder: Path, works: list[Workload], options) -> tuple[di
     """Rates by workload and device times, with every product left to the library."""
     with library_everywhere():
         engine = Engine(folder, ENGINE)
-        rates = {work: measure(engine, work, options.repeats)[0] for work in works}
+        rates = {}
+        for work in works:
+            rates[work], _ = measure(engine, work, options.repeats)
+            print(f"unconstrained {work}:", ", ".join(f"{r:,.0f}" for r in rates[work]), flush=True)
         return rates, replay_ms(engine)
 
 
@@ -228,6 +248,7 @@ def run_model(name: str, works: list[Workload], options) -> tuple[list[dict], di
     with tempfile.TemporaryDirectory() as base, replace_files():
         folder = make_folder(name, Path(base))
         exact, bits, exact_ms = exact_side(folder, name, works, options)
+        gc.collect()
         torch.cuda.empty_cache()
         free, free_ms = {work: [] for work in works}, {}
         if not options.exact_only:
