@@ -191,7 +191,7 @@ def compare(scratch: Path, kill: Kill, wanted: dict[str, Any], out: str) -> list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", help="names of kills; all without it")
     only = parser.parse_args().only
     rows = []

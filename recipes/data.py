@@ -86,10 +86,14 @@ def prompt_indices(seed: int, step: int, prompts_per_step: int, size: int) -> li
     ):
         if value < least:
             raise DataError(f"{name}: got {value}, use {least} or more")
-    first = step * prompts_per_step
+    return rows_at(seed, step * prompts_per_step, prompts_per_step, size)
+
+
+def rows_at(seed: int, position: int, count: int, size: int) -> list[int]:
+    """Which rows of `size` are the `count` ones after the first `position` asked."""
     return [
-        _epoch_order(seed, position // size, size)[position % size]
-        for position in range(first, first + prompts_per_step)
+        _epoch_order(seed, place // size, size)[place % size]
+        for place in range(position, position + count)
     ]
 
 

@@ -19,6 +19,7 @@ def run(config: RunConfig) -> dict[str, str]:
         ParityError: in bitwise mode, bits differ; nothing was updated with them.
     """
     from recipes import models, plan, run_folder, runtime
+    from recipes.drawing import draw_groups
     from recipes.job import Job, Stopwatch
     from recipes.task import load_task
 
@@ -33,38 +34,16 @@ def run(config: RunConfig) -> dict[str, str]:
     with runtime.start(config, model_folder) as sides, Job(config, folder, task, sides) as job:
         for step in range(job.begin(), config.steps):
             watch = Stopwatch()
-            rows, prompts = task.batch(config, step)
-            groups = sides.rollout.generate(prompts, sampling(config, step, prompts))
-            watch("rollout")
-            rewards = task.rewards(rows, groups)
-            samples = job.samples(step, groups, rewards)
+            drawn = draw_groups(config, task, sides.rollout, step, job.position, watch)
+            samples = job.samples(step, drawn)
             watch("reward")
-            stats = job.update(samples)
+            stats = job.update(drawn.trained(samples))
             watch("train")
             job.sync_weights()
             watch("sync")
-            job.log_step(step, groups, rewards, samples, stats, watch.seconds)
-            job.finish_step(step)
+            job.log_step(step, drawn, samples, stats, watch.seconds)
+            job.finish_step(step, drawn.position)
         return job.end()
-
-
-def sampling(config: RunConfig, step: int, prompts: Sequence[Sequence[int]]):
-    """How the completions of a step are drawn: a seed for every step, and no draw used twice.
-
-    A prompt that a batch holds again (data smaller than a batch) goes on with later samples.
-    """
-    from rollout.request import SamplingParams
-
-    return [
-        SamplingParams(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            n=config.group_size,
-            seed=config.seed * 1_000_003 + step,
-            first_sample=config.group_size * list(prompts[:place]).count(prompt),
-        )
-        for place, prompt in enumerate(prompts)
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

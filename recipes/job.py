@@ -8,28 +8,27 @@ from typing import Any
 
 from recipes.accuracy import Accuracy
 from recipes.audit import first_differing_op
+from recipes.drawing import Drawn
 from recipes.durable import read_lines
 from recipes.evaluate import as_metrics, best_step, evaluate
 from recipes.plan import signal_line
-from recipes.rewards import Rewards
 from recipes.run_folder import RunFolder
 from recipes.runlog import RunLog
 from recipes.runtime import RuntimeSetupError, Sides
 from recipes.settings import RunConfig
 from recipes.task import Task
-from rollout.request import Completion
 from trainer.advantage import advantages, count_rewards
 from trainer.checkpoint import find_latest, keep_last
 from trainer.parity import ParityError
 from trainer.sample import TrainSample, TrainStats
-
-Groups = Sequence[Sequence[Completion]]
 
 
 class Job:
     """One run under way: `begin`, then for each step the methods below, then `end`.
 
     A resumed run's last checkpoint is loaded when it is made.
+
+    position: problems asked so far.
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
@@ -38,12 +37,14 @@ class Job:
 
         latest = find_latest(folder.checkpoints) if folder.resumed else None
         self.resumed = sides.trainer.load(str(latest)) if latest else {}
+        started = self.resumed.get("next_step", 0)
+        self.position = self.resumed.get("position", started * config.prompts_per_step)
         self.log = RunLog(
             folder.path,
             total_steps=config.steps,
             wandb_mode=config.wandb,
             config=dataclasses.asdict(config),
-            resume_step=self.resumed.get("next_step", 0) if folder.resumed else None,
+            resume_step=started if folder.resumed else None,
         )
 
     def __enter__(self) -> "Job":
@@ -89,14 +90,16 @@ class Job:
             self.log.evaluation(step, as_metrics(results))
         return results
 
-    def samples(self, step: int, groups: Groups, rewards: Rewards) -> list[TrainSample]:
+    def samples(self, step: int, drawn: Drawn) -> list[TrainSample]:
         """One TrainSample a completion, group after group; no judgement, no advantage.
 
         Request ids name step, prompt and sample, so that a resumed run writes the same ones.
         """
-        size = self.config.group_size
-        totals = [rewards.totals[i : i + size] for i in range(0, len(rewards.totals), size)]
-        shares = advantages(totals, self.config.trainer.advantage)
+        totals = drawn.by_group()
+        shares = [[0.0] * len(group) for group in totals]
+        kept = advantages([totals[i] for i in drawn.kept], self.config.trainer.advantage)
+        for index, share in zip(drawn.kept, kept, strict=True):
+            shares[index] = share
         return [
             TrainSample(
                 prompt_ids=one.prompt_ids,
@@ -108,7 +111,9 @@ class Job:
                 truncated=one.finish_reason == "length",
                 request_id=f"step-{step + 1}/prompt-{place}/sample-{one.sample_index}",
             )
-            for place, (group, group_advantages) in enumerate(zip(groups, shares, strict=True))
+            for place, (group, group_advantages) in enumerate(
+                zip(drawn.groups, shares, strict=True)
+            )
             for one, advantage in zip(group, group_advantages, strict=True)
         ]
 
@@ -118,7 +123,7 @@ class Job:
         Raises:
             ParityError: naming the first differing token and the op to look at.
         """
-        count = self.config.updates_per_batch
+        count = min(self.config.updates_per_batch, len(samples))
         batch = list(samples)
         try:
             if count > 1:
@@ -137,42 +142,50 @@ class Job:
     def log_step(
         self,
         step: int,
-        groups: Groups,
-        rewards: Rewards,
+        drawn: Drawn,
         samples: Sequence[TrainSample],
         stats: Sequence[TrainStats],
         seconds: dict[str, float],
     ) -> None:
         """Write the step's line, its completions, and the console's line."""
         tokens = [len(sample.completion_ids) for sample in samples]
+        trained = sum(sample.length + 1 for sample in drawn.trained(samples))
         metrics = {
             **_over_updates(stats),
             "parity/weights_equal": 1,
-            **self._reward_metrics(rewards),
+            **self._reward_metrics(drawn),
             **_lengths(samples, tokens),
             "step_time": sum(seconds.values()),
             **{f"time/{name}": value for name, value in seconds.items()},
             "tokens_per_second/rollout": sum(tokens) / seconds["rollout"],
-            "tokens_per_second/train": sum(s.length + 1 for s in samples) / seconds["train"],
+            "tokens_per_second/train": trained / seconds["train"],
         }
-        self.log.step(step + 1, metrics, self._completions(groups, rewards, samples))
+        self.log.step(step + 1, metrics, self._completions(drawn, samples))
 
-    def _reward_metrics(self, rewards: Rewards) -> dict[str, float]:
-        size, totals = self.config.group_size, rewards.totals
-        judged = [reward for reward in totals if reward is not None]
+    def _reward_metrics(self, drawn: Drawn) -> dict[str, float]:
+        """Over all that was drawn: dynamic sampling does not make rewards look better."""
+        rewards = drawn.rewards
+        judged = [reward for reward in rewards.totals if reward is not None]
         mean = sum(judged) / max(1, len(judged))
         variance = sum((reward - mean) ** 2 for reward in judged) / max(1, len(judged) - 1)
-        counts = count_rewards([totals[i : i + size] for i in range(0, len(totals), size)])
+        counts = count_rewards(drawn.by_group())
+        filtered = {
+            "filter_groups/num_gen_batches": drawn.rounds,
+            "filter_groups/groups_drawn": len(drawn.groups),
+            "filter_groups/groups_trained": len(drawn.kept),
+        }
         return {
             "reward": mean,
             "reward_std": variance**0.5,
             **rewards.means(),
             "rewards/missing": counts.missing,
             "frac_reward_zero_std": counts.dead / counts.groups,
+            **(filtered if self.config.filter_groups.enable else {}),
         }
 
-    def _completions(self, groups: Groups, rewards: Rewards, samples) -> list[dict[str, Any]]:
-        flat = [one for group in groups for one in group]
+    def _completions(self, drawn: Drawn, samples) -> list[dict[str, Any]]:
+        rewards, kept = drawn.rewards, set(drawn.kept)
+        flat = [(i in kept, one) for i, group in enumerate(drawn.groups) for one in group]
         return [
             {
                 "request_id": sample.request_id,
@@ -184,12 +197,17 @@ class Job:
                 "advantage": sample.advantage,
                 "finish_reason": one.finish_reason,
                 "policy_version": one.policy_versions[-1],
+                **({"trained": trained} if self.config.filter_groups.enable else {}),
             }
-            for index, (one, sample) in enumerate(zip(flat, samples, strict=True))
+            for index, ((trained, one), sample) in enumerate(zip(flat, samples, strict=True))
         ]
 
-    def finish_step(self, step: int) -> None:
-        """Evaluate, then save, where it is due: a run killed between the two repeats both."""
+    def finish_step(self, step: int, position: int) -> None:
+        """Evaluate, then save, where it is due: a run killed between the two repeats both.
+
+        position: problems asked so far.
+        """
+        self.position = position
         done, config = step + 1, self.config
         every = config.evaluation.every
         if every and done % every == 0 and done < config.steps:
@@ -197,7 +215,7 @@ class Job:
         best = self._best()
         if done % config.save_every == 0 or done in (config.steps, best):
             before = {k: (a.correct, a.total) for k, a in self.before.items()}
-            extra = {"next_step": done, "before": before}
+            extra = {"next_step": done, "before": before, "position": position}
             self.sides.trainer.save(str(self.folder.checkpoint(done)), extra)
             protected = [self.folder.checkpoint(best)] if best else []
             keep_last(self.folder.checkpoints, config.keep_checkpoints, protected)
@@ -249,7 +267,7 @@ def _over_updates(stats: Sequence[TrainStats]) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Seconds of a step's parts: call with a name when a part ends."""
+    """Seconds of a step's parts: call with a name when a part ends; equal names add up."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -257,5 +275,5 @@ class Stopwatch:
 
     def __call__(self, name: str) -> None:
         now = time.perf_counter()
-        self.seconds[name] = now - self._last
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now

@@ -29,6 +29,13 @@ class Rewards:
     totals: list[float | None]
     by_function: dict[str, list[float | None]]
 
+    def __add__(self, more: "Rewards") -> "Rewards":
+        """Those of both batches, of the same functions, one after the other."""
+        by_function = {
+            name: [*own, *more.by_function[name]] for name, own in self.by_function.items()
+        }
+        return Rewards([*self.totals, *more.totals], by_function)
+
     def means(self) -> dict[str, float]:
         """`rewards/<function>/mean` over the completions that the function judged."""
         judged = {n: [r for r in c if r is not None] for n, c in self.by_function.items()}

@@ -35,6 +35,20 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class FilterGroupsConfig:
+    """Dynamic sampling (Yu et al. 2025, "DAPO"; named as in verl).
+
+    enable: leave groups whose rewards are all equal out of the batch, and ask for
+        `prompts_per_step` more prompts until that many groups inform.
+    max_num_gen_batches: most times that a step asks; then it trains on the groups that do inform
+        (where none does, on the first that were drawn, without a gradient).
+    """
+
+    enable: bool = False
+    max_num_gen_batches: int = 10
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One GRPO run on GSM8K-like problems.
 
@@ -65,6 +79,8 @@ class RunConfig:
     keep_checkpoints: older ones are removed.
     threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
         cores.
+    reward_functions: dotted import paths of functions as recipes/rewards.py describes them.
+    reward_weights: of their rewards in the sum, one each.
     expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
     """
 
@@ -92,8 +108,11 @@ class RunConfig:
     save_every: int = 5
     keep_checkpoints: int = 2
     threads: int | None = None
+    reward_functions: tuple[str, ...] = ("recipes.gsm8k.correctness_reward",)
+    reward_weights: tuple[float, ...] = (1.0,)
     expected_accuracy: float | None = None
 
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     rollout: EngineConfig = field(default_factory=EngineConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -108,6 +127,13 @@ class RunConfig:
             raise SettingError(f"--threads is {self.threads}: use 1 or more, or leave it out")
         if self.evaluation.problems < 0 or self.evaluation.every < 0:
             raise SettingError("--evaluation.problems and --evaluation.every: use 0 or more")
+        if self.filter_groups.max_num_gen_batches < 1:
+            raise SettingError("--filter-groups.max-num-gen-batches: use 1 or more")
+        if len(self.reward_functions) != len(self.reward_weights) or not self.reward_functions:
+            raise SettingError(
+                f"--reward-weights: got {len(self.reward_weights)} for "
+                f"{len(self.reward_functions)} --reward-functions: give one each"
+            )
         if not self.temperature > 0:
             raise SettingError(
                 f"--temperature is {self.temperature}: training needs draws, use a number above 0"

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from recipes.accuracy import Accuracy
-from recipes.data import Problems, load_problems, prompt_indices
+from recipes.data import Problems, load_problems, rows_at
 from recipes.gsm8k import correctness_reward, encode_prompts
 from recipes.models import check_lengths, load_tokenizer
 from recipes.rewards import RewardFunction, Rewards, compute_rewards
-from recipes.settings import RunConfig
+from recipes.settings import RunConfig, SettingError
 from rollout.request import Completion
 from shared_ops.model.config import ModelConfig
 
@@ -34,8 +35,12 @@ class Task:
     _prompts: dict[int, list[int]] = field(default_factory=dict)
 
     def batch(self, config: RunConfig, step: int) -> tuple[list[int], list[list[int]]]:
-        """Rows and prompts of one step: a function of the seed and the step."""
-        rows = prompt_indices(config.seed, step, config.prompts_per_step, len(self.train))
+        """Rows and prompts of one step where every step asks `prompts_per_step`."""
+        return self.batch_at(config, step * config.prompts_per_step)
+
+    def batch_at(self, config: RunConfig, position: int) -> tuple[list[int], list[list[int]]]:
+        """Rows and prompts of `prompts_per_step` problems after the first `position` asked."""
+        rows = rows_at(config.seed, position, config.prompts_per_step, len(self.train))
         missing = sorted({row for row in rows if row not in self._prompts})
         questions = [self.train.questions[row] for row in missing]
         self._prompts.update(zip(missing, self.encode(questions), strict=True))
@@ -78,7 +83,27 @@ def load_task(config: RunConfig, folder: Path) -> Task:
     if config.evaluation.problems:
         test = load_problems(config.data, "test", limit=config.evaluation.problems)
         test_prompts = encode(test.questions)
-    task = Task(tokenizer, train, test, encode, test_prompts)
+    functions = [reward_function(path) for path in config.reward_functions]
+    task = Task(tokenizer, train, test, encode, test_prompts, functions, config.reward_weights)
     _, first_prompts = task.batch(config, 0)
     check_lengths(ModelConfig.from_folder(folder), first_prompts + test_prompts, config.max_tokens)
     return task
+
+
+def reward_function(path: str) -> RewardFunction:
+    """The function at a dotted import path, such as recipes.gsm8k.correctness_reward.
+
+    Raises:
+        SettingError: there is no such module, or no such function in it.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        function: Any = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingError(
+            f"--reward-functions {path}: cannot be imported ({error}): "
+            "give package.module.function, importable from here"
+        ) from error
+    if not callable(function):
+        raise SettingError(f"--reward-functions {path}: is no function")
+    return function

@@ -66,8 +66,8 @@ def test_an_interrupted_run_resumes_to_the_same_lines_and_weights(finished, tmp_
 
     real = job.Job.finish_step
 
-    def killed_after_two(self, step):
-        real(self, step)
+    def killed_after_two(self, step, position):
+        real(self, step, position)
         if step == 1:
             raise KeyboardInterrupt
 
@@ -83,6 +83,69 @@ def test_an_interrupted_run_resumes_to_the_same_lines_and_weights(finished, tmp_
         assert without_timings(out / name) == without_timings(finished / name)
     weights = [f / "checkpoints/step-000003/model.safetensors" for f in (out, finished)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+FILTERED = ["--filter-groups.enable", "--filter-groups.max-num-gen-batches", "3"]
+
+
+def test_dynamic_sampling_asks_until_enough_groups_inform_and_resumes(tmp_path, monkeypatch):
+    from recipes import job
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main([*SMALL, *FILTERED, "--out", str(whole)]) == 0
+    rows, completions = lines(whole / "metrics.jsonl"), lines(whole / "completions.jsonl")
+    assert max(row["filter_groups/num_gen_batches"] for row in rows) > 1
+    for row in rows:
+        mine = [one for one in completions if one["step"] == row["step"]]
+        trained = [one for one in mine if one["trained"]]
+        groups = [mine[i : i + 4] for i in range(0, len(mine), 4)]
+        informing = [g for g in groups if len({one["reward"] for one in g}) > 1]
+        assert len(groups) == row["filter_groups/groups_drawn"]
+        assert len(groups) == 3 * row["filter_groups/num_gen_batches"]
+        assert row["parity/tokens_compared"] == sum(one["tokens"] for one in trained) > 0
+        assert row["reward"] == pytest.approx(sum(one["reward"] for one in mine) / len(mine))
+        if informing:
+            assert trained == [one for group in informing[:3] for one in group]
+        if len(informing) < 3:
+            assert row["filter_groups/num_gen_batches"] == 3
+    real = job.Job.finish_step
+
+    def killed_after_two(self, step, position):
+        real(self, step, position)
+        if step == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.Job, "finish_step", killed_after_two)
+        assert main([*SMALL, *FILTERED, "--out", str(resumed)]) == 130
+    assert main([*SMALL, *FILTERED, "--out", str(resumed), "--resume", "auto"]) == 0
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        assert without_timings(resumed / name) == without_timings(whole / name)
+    states = [run / "checkpoints/step-000003/digests.json" for run in (whole, resumed)]
+    assert states[0].read_bytes() == states[1].read_bytes()
+
+
+def test_no_draw_is_used_twice_in_a_step():
+    from recipes.drawing import sampling
+
+    config = parse(SMALL)
+    first = sampling(config, 5, [[1], [2], [1]])
+    second = sampling(config, 5, [[2], [1], [3]], [[1], [2], [1]])
+    assert [one.first_sample for one in first + second] == [0, 0, 4, 4, 8, 0]
+
+
+def test_reward_functions_are_imported_and_weighed(tmp_path):
+    out = tmp_path / "rewards"
+    names = ["recipes.gsm8k.correctness_reward", "recipes.gsm8k.boxed_reward"]
+    words = ["--reward-functions", *names, "--reward-weights", "0.5", "2", "--steps", "1"]
+    assert main([*SMALL, *words, "--evaluation.problems", "0", "--out", str(out)]) == 0
+    for one in lines(out / "completions.jsonl"):
+        assert (
+            one["reward"]
+            == 0.5 * one["rewards"]["correctness_reward"] + 2 * (one["rewards"]["boxed_reward"])
+        )
+    (row,) = lines(out / "metrics.jsonl")
+    assert {"rewards/correctness_reward/mean", "rewards/boxed_reward/mean"} <= row.keys()
 
 
 def test_ordinary_ops_on_one_side_stop_the_run_and_name_the_op(tmp_path, capsys):
@@ -163,6 +226,9 @@ BAD = {
     "unknown preset": (["--preset", "huge"], "--preset"),
     "side disagrees": (["--rollout.dtype", "bfloat16"], "--dtype"),
     "page size": (["--rollout.page-size", "0"], "page_size"),
+    "no such reward": (["--reward-functions", "recipes.gsm8k.nothing"], "--reward-functions"),
+    "weights of rewards": (["--reward-weights", "1", "2"], "--reward-weights"),
+    "no rounds": (["--filter-groups.max-num-gen-batches", "0"], "max-num-gen-batches"),
     "nothing to resume": (["--resume", "/nowhere/at/all"], "--resume"),
 }
 
