@@ -38,8 +38,12 @@ def is_decode(plan: StepPlan) -> bool:
 
 def is_live(row: PlanRow) -> bool:
     """Whether a row under way is still what its sample needs next."""
-    sample = row.sample
-    return sample.finish_reason is None and sample.computed == row.start and row.draws
+    sample, start, count = row
+    return (
+        sample.finish_reason is None
+        and sample.computed == start
+        and start + count == len(sample.tokens)
+    )
 
 
 def plan_after(scheduler: Scheduler, plan: StepPlan) -> StepPlan | None:

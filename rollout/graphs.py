@@ -214,9 +214,10 @@ class DecodeGraphs:
         samples = [row.sample for row in plan.rows]
         kept_B = None
         if after is not None:
-            before = [row.sample for row in after.plan.rows]
-            chosen = set(samples)
-            kept_B = numpy.array([i for i, one in enumerate(before) if one in chosen])
+            kept_B = numpy.arange(len(after.plan.rows))
+            if len(samples) < len(kept_B):
+                chosen = set(samples)
+                kept_B = kept_B[[row.sample in chosen for row in after.plan.rows]]
         if self._rows is None or kept_B is None or self._rows.table_BP.shape[1] != pages:
             self._rows = Rows(samples, pages)
         else:
