@@ -1,12 +1,13 @@
 """Accuracies with their uncertainty, and how much of a GRPO batch can carry signal."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 Z_95 = 1.959963984540054
 
 
-def wilson_interval(successes: int, total: int, z: float = Z_95) -> tuple[float, float]:
+def wilson_interval(successes: float, total: float, z: float = Z_95) -> tuple[float, float]:
     """The Wilson score interval (low, high) of a share, both in 0..1; 95% with the default z.
 
     It assumes independent trials: several samples of one question are not, and make it too narrow.
@@ -39,10 +40,14 @@ def informative_share(accuracy: float, group_size: int) -> float:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """`correct` of `total` answers were right; prints as `43.6% (41.0 to 46.3, n = 1,319)`."""
+    """`correct` of `total` answers were right; prints as `43.6% (41.0 to 46.3, n = 1,319)`.
+
+    worth: how many independent answers the total tells as much as; None is all of them.
+    """
 
     correct: int
     total: int
+    worth: float | None = None
 
     def __post_init__(self) -> None:
         wilson_interval(self.correct, self.total)
@@ -55,8 +60,33 @@ class Accuracy:
     @property
     def interval(self) -> tuple[float, float]:
         """The 95% Wilson interval, in 0..1."""
-        return wilson_interval(self.correct, self.total)
+        worth = self.total if self.worth is None else self.worth
+        return wilson_interval(min(self.share * worth, worth), worth)
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{self.share:.1%} ({100 * low:.1f} to {100 * high:.1f}, n = {self.total:,})"
+        worth = "" if self.worth is None else f", worth {self.worth:,.0f}"
+        return f"{self.share:.1%} ({100 * low:.1f} to {100 * high:.1f}, n = {self.total:,}{worth})"
+
+
+def average_accuracy(right: Sequence[Sequence[bool]]) -> Accuracy:
+    """avg@k: the share of right answers over P problems with k samples each.
+
+    Samples of one problem resemble each other. With p the share and v the variance of the problems'
+    own shares (ddof 1), the answers are worth p (1 - p) / (v / P) independent ones, which is kept
+    between P and P k; the interval is Wilson's at that number (an effective sample size, Kish 1965,
+    "Survey Sampling").
+    """
+    problems, answers = len(right), sum(map(len, right))
+    share = sum(map(sum, right)) / answers
+    own = [sum(one) / len(one) for one in right]
+    squares = math.fsum((each - share) ** 2 for each in own)
+    worth = float(problems)
+    if squares and problems > 1:
+        worth = share * (1 - share) * problems * (problems - 1) / squares
+    return Accuracy(sum(map(sum, right)), answers, min(max(worth, problems), answers))
+
+
+def pass_accuracy(right: Sequence[Sequence[bool]]) -> Accuracy:
+    """pass@k: the share of problems that at least one of their k samples got right."""
+    return Accuracy(sum(map(any, right)), len(right))

@@ -3,30 +3,46 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from recipes.accuracy import Accuracy
+from recipes.accuracy import Accuracy, average_accuracy, pass_accuracy
 from recipes.runtime import Sides
 from recipes.settings import RunConfig
 from recipes.task import Task
 from rollout.request import SamplingParams
 
-KINDS = ("sampled_strict", "sampled_lenient", "greedy_strict", "greedy_lenient")
+FORMS = ("strict", "lenient")
+
+
+def sampled_kind(samples: int, form: str) -> str:
+    """The name of the mean accuracy of samples: `sampled_<form>` of one, `avg@k_<form>` of k."""
+    return f"sampled_{form}" if samples == 1 else f"avg@{samples}_{form}"
 
 
 def evaluate(sides: Sides, task: Task, config: RunConfig) -> dict[str, Accuracy]:
     """Accuracy of the engine's current weights by kind; empty without held-out problems.
 
-    The draws depend on the seed only, so evaluations of one run differ by the weights alone.
+    Kinds are sampled, greedy, each strict and lenient; with k = evaluation.samples above 1, avg@k
+    and pass@k take the place of sampled. The draws depend on the seed only, so evaluations of one
+    run differ by the weights alone.
     """
     results: dict[str, Accuracy] = {}
     if task.test is None:
         return results
     for name, temperature in (("sampled", config.temperature), ("greedy", 0.0)):
+        count = config.evaluation.samples if name == "sampled" else 1
         params = SamplingParams(
-            max_tokens=config.max_tokens, temperature=temperature, seed=config.seed + 2**40
+            max_tokens=config.max_tokens,
+            temperature=temperature,
+            n=count,
+            seed=config.seed + 2**40,
         )
         groups = sides.rollout.generate(task.test_prompts, params)
-        for form in ("strict", "lenient"):
-            results[f"{name}_{form}"] = task.accuracy(groups, strict=form == "strict")
+        for form in FORMS:
+            right = task.right(groups, strict=form == "strict")
+            if count > 1:
+                results[sampled_kind(count, form)] = average_accuracy(right)
+                results[f"pass@{count}_{form}"] = pass_accuracy(right)
+            else:
+                results[f"{name}_{form}"] = pass_accuracy(right)
     return results
 
 
@@ -40,12 +56,12 @@ def as_metrics(results: dict[str, Accuracy]) -> dict[str, Any]:
     return metrics
 
 
-def best_step(evaluations: Iterable[Mapping[str, Any]]) -> int | None:
+def best_step(evaluations: Iterable[Mapping[str, Any]], samples: int) -> int | None:
     """The step of the best record of evaluations.jsonl, the first of equals; step 0 does not count.
 
     Best is the largest strict accuracy of samples: it varies less than greedy accuracy, and is what
     the reward measures.
     """
-    name = "eval/sampled_strict"
+    name = f"eval/{sampled_kind(samples, 'strict')}"
     trained = [row for row in evaluations if row["step"] and name in row]
     return max(trained, key=lambda row: (row[name], -row["step"]))["step"] if trained else None

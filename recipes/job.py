@@ -10,7 +10,7 @@ from recipes.accuracy import Accuracy
 from recipes.audit import first_differing_op
 from recipes.drawing import Drawn
 from recipes.durable import read_lines
-from recipes.evaluate import as_metrics, best_step, evaluate
+from recipes.evaluate import as_metrics, best_step, evaluate, sampled_kind
 from recipes.plan import signal_line
 from recipes.run_folder import RunFolder
 from recipes.runlog import RunLog
@@ -84,7 +84,7 @@ class Job:
         for kind, accuracy in results.items():
             self.log.say(f"{when:<7} {kind.replace('_', ', '):<16} {accuracy}")
         if results and when == "before":
-            share = results["sampled_strict"].share
+            share = results[sampled_kind(self.config.evaluation.samples, "strict")].share
             self.log.say(signal_line(share, self.config, "measured"))
         if results:
             self.log.evaluation(step, as_metrics(results))
@@ -214,7 +214,7 @@ class Job:
             self._evaluate(f"step {done}", done)
         best = self._best()
         if done % config.save_every == 0 or done in (config.steps, best):
-            before = {k: (a.correct, a.total) for k, a in self.before.items()}
+            before = {k: dataclasses.astuple(a) for k, a in self.before.items()}
             extra = {"next_step": done, "before": before, "position": position}
             self.sides.trainer.save(str(self.folder.checkpoint(done)), extra)
             protected = [self.folder.checkpoint(best)] if best else []
@@ -224,7 +224,8 @@ class Job:
         """The step with the best evaluation so far, where `evaluation.every` asks for several."""
         if not self.config.evaluation.every:
             return None
-        return best_step(read_lines(self.log.evaluations_path))
+        samples = self.config.evaluation.samples
+        return best_step(read_lines(self.log.evaluations_path), samples)
 
     def end(self) -> dict[str, str]:
         """Evaluate, and close the log with its table and picture; the paths of all files."""

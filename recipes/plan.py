@@ -64,7 +64,8 @@ def kv_pages(config: RunConfig, model: ModelConfig, task: Task) -> int:
         return config.rollout.num_pages
     size = config.rollout.page_size
     longest = max(map(len, [*task.batch(config, 0)[1], *task.test_prompts]))
-    at_once = max(config.prompts_per_step * config.group_size, len(task.test_prompts))
+    evaluated = len(task.test_prompts) * config.evaluation.samples
+    at_once = max(config.prompts_per_step * config.group_size, evaluated)
     tokens = min(model.max_positions, 2 * longest + config.max_tokens)
     pages = min(config.rollout.max_sequences, at_once) * (tokens // size + 1)
     return max(pages, model.max_positions // size + 1)

@@ -28,10 +28,12 @@ class EvalConfig:
     problems: how many of the test split; 0 leaves evaluation out.
     every: also after every so many steps; 0 is only before and after. The checkpoint with the
         best strict accuracy of samples is then kept beside the newest ones.
+    samples: how many draws of each problem (k); above 1 the kinds are avg@k and pass@k.
     """
 
     problems: int = 256
     every: int = 0
+    samples: int = 1
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class RunConfig:
             raise SettingError(f"--threads is {self.threads}: use 1 or more, or leave it out")
         if self.evaluation.problems < 0 or self.evaluation.every < 0:
             raise SettingError("--evaluation.problems and --evaluation.every: use 0 or more")
+        if self.evaluation.samples < 1:
+            raise SettingError("--evaluation.samples: use 1 or more")
         if self.filter_groups.max_num_gen_batches < 1:
             raise SettingError("--filter-groups.max-num-gen-batches: use 1 or more")
         if len(self.reward_functions) != len(self.reward_weights) or not self.reward_functions:

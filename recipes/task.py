@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from recipes.accuracy import Accuracy
 from recipes.data import Problems, load_problems, rows_at
 from recipes.gsm8k import correctness_reward, encode_prompts
 from recipes.models import check_lengths, load_tokenizer
@@ -56,12 +55,15 @@ class Task:
         columns = self.train.columns(rows, repeat=len(groups[0]))
         return compute_rewards(self.reward_functions, self.reward_weights, texts, columns)
 
-    def accuracy(self, groups: Sequence[Sequence[Completion]], strict: bool) -> Accuracy:
-        """Share of held-out problems that one completion each got right."""
+    def right(self, groups: Sequence[Sequence[Completion]], strict: bool) -> list[list[bool]]:
+        """Which completions of each held-out problem are right; all have the same number."""
         assert self.test is not None
-        texts = [self.text(group[0].token_ids) for group in groups]
-        scores = correctness_reward(texts, list(self.test.answers), strict=strict)
-        return Accuracy(sum(score == 1.0 for score in scores), len(scores))
+        size = len(groups[0])
+        texts = [self.text(one.token_ids) for group in groups for one in group]
+        answers = [answer for answer in self.test.answers for _ in range(size)]
+        scores = correctness_reward(texts, answers, strict=strict)
+        flat = [score == 1.0 for score in scores]
+        return [flat[start : start + size] for start in range(0, len(flat), size)]
 
 
 def load_task(config: RunConfig, folder: Path) -> Task:
@@ -106,4 +108,4 @@ def reward_function(path: str) -> RewardFunction:
         ) from error
     if not callable(function):
         raise SettingError(f"--reward-functions {path}: is no function")
-    return function
+    return cast(RewardFunction, function)

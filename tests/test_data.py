@@ -218,4 +218,5 @@ def test_interval_and_informative_share():
     assert informative_share(0.5, 8) == 1 - 2 * 0.5**8
     assert abs(informative_share(0.004, 8) - 0.032) < 1e-3
     assert informative_share(0.0, 8) == informative_share(1.0, 8) == 0.0
+    assert Accuracy(575, 1319).interval == wilson_interval(575, 1319)
     assert str(Accuracy(575, 1319)) == "43.6% (40.9 to 46.3, n = 1,319)"
