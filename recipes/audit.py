@@ -1,18 +1,60 @@
-"""When bits differ: which op is the first to put out other bits on the two sides."""
+"""Proof around a batch: was it drawn by these very weights, and if bits differ, which op first."""
 
-from typing import Any
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from recipes.runtime import Sides
-from trainer.sample import TrainSample
+from trainer.parity import FirstDifference, differing
+from trainer.sample import TrainSample, TrainStats
 
 
-def first_differing_op(sides: Sides, sample: TrainSample, index: int) -> str:
-    """The place of the first op whose output differs at completion token `index`.
+class ProofError(RuntimeError):
+    """A batch that cannot be proved: other weights, or tokens that nobody compared."""
 
-    Both sides run the sample again and record every op's output row at that token: the sampler
-    through chunked prefill and paged decode, the trainer through its packed forward.
+
+def require_same_policy(sides: Sides, samples: Sequence[TrainSample]) -> bool:
+    """True: every token was drawn by the trainer's version, and the engine still has its weights.
+
+    Raises:
+        ProofError: naming the request and the versions, or the digests.
     """
-    position = len(sample.prompt_ids) + index
+    version = sides.trainer.version()
+    for sample in samples:
+        other = next((v for v in sample.policy_versions if v != version), version)
+        if other != version:
+            raise ProofError(
+                f"request {sample.request_id!r} holds a token drawn by weights version {other} and "
+                f"the trainer has version {version}: publish before sampling"
+            )
+    engine, trainer = sides.rollout.weights_digest(), sides.trainer.weights_digest()
+    if engine != trainer:
+        raise ProofError(
+            f"the engine's weights (digest {engine[:16]}) are not the trainer's ({trainer[:16]}) "
+            "any more: something wrote to them after they were published"
+        )
+    return True
+
+
+def require_all_compared(stats: Sequence[TrainStats], samples: Sequence[TrainSample]) -> None:
+    """The trainer compared as many tokens as the batch holds.
+
+    Raises:
+        ProofError: with both counts.
+    """
+    compared = sum(each.tokens_compared for each in stats)
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    if compared != tokens:
+        raise ProofError(f"only {compared} of the batch's {tokens} tokens were compared")
+
+
+def first_differing_op(sides: Sides, sample: TrainSample, first: FirstDifference) -> str:
+    """The place of the first op whose output differs anywhere up to the differing token.
+
+    Both sides run the sample again and record every op's output rows: the sampler through chunked
+    prefill and paged decode, the trainer through its packed forward.
+    """
+    position = len(sample.prompt_ids) + first.position
     sampler = sides.rollout.trace(
         sample.prompt_ids, sample.completion_ids, position, sample.temperature
     )
@@ -20,17 +62,23 @@ def first_differing_op(sides: Sides, sample: TrainSample, index: int) -> str:
     for name, value in sampler.items():
         if name in trainer and _differ(value, trainer[name]):
             return name
-    if sides.rollout.weights_digest() != sides.trainer.weights_digest():
-        return "weights (the digests differ)"
-    return "none in a repeated run: the difference came with the batch, or with other weights"
+    return _no_op(float(sampler["logprob"]), first)
 
 
-def _differ(first: Any, second: Any) -> bool:
-    """Bits, NaN counting as different."""
-    import torch
+def _no_op(repeated: float, first: FirstDifference) -> str:
+    """What to look at when a repeated run of both sides agrees with itself."""
+    if repeated == first.trainer:
+        return (
+            "none: run again, the sampler gives the trainer's value, so look at what came between "
+            "(the temperature used, the KV it read, the value on its way)"
+        )
+    if repeated == first.sampler:
+        return "none: run again, the trainer gives the sampler's value: look at its batch"
+    return "none: run again, both sides agree on another value: look at the temperature and weights"
 
-    first, second = first.float().flatten(), second.float().flatten()
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    """Bits of any row, NaN counting as different."""
     if first.shape != second.shape:
         return True
-    same = first.view(torch.int32) == second.view(torch.int32)
-    return not bool((same & ~first.isnan()).all())
+    return bool(differing(first.float().flatten(), second.float().flatten()).any())

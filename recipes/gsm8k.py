@@ -66,7 +66,7 @@ def encode_prompts(
 def _score(
     read: Callable[[str], Decimal | None], completions: Sequence[str], answer: Sequence[str]
 ) -> list[float | None]:
-    if len(answer) != len(completions):
+    if isinstance(answer, str) or len(answer) != len(completions):
         raise TaskError(
             f"answer: has {len(answer)} rows for {len(completions)} completions, give one each"
         )

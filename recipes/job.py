@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from recipes.accuracy import Accuracy
-from recipes.audit import first_differing_op
+from recipes.audit import first_differing_op, require_all_compared, require_same_policy
 from recipes.drawing import Drawn
 from recipes.durable import read_lines
 from recipes.evaluate import as_metrics, best_step, evaluate, sampled_kind
@@ -34,7 +34,7 @@ class Job:
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
         self.config, self.folder, self.task, self.sides = config, folder, task, sides
         self.before: dict[str, Accuracy] = {}
-
+        self.weights_equal = False
         latest = find_latest(folder.checkpoints) if folder.resumed else None
         self.resumed = sides.trainer.load(str(latest)) if latest else {}
         started = self.resumed.get("next_step", 0)
@@ -122,22 +122,25 @@ class Job:
 
         Raises:
             ParityError: naming the first differing token and the op to look at.
+            ProofError: the batch was drawn by other weights, or not all of it was compared.
         """
-        count = min(self.config.updates_per_batch, len(samples))
-        batch = list(samples)
+        batch, count = list(samples), min(self.config.updates_per_batch, len(samples))
+        self.weights_equal = require_same_policy(self.sides, batch)
         try:
             if count > 1:
                 batch = self.sides.trainer.with_old_logprobs(batch)
             edges = [len(batch) * i // count for i in range(count + 1)]
-            return [self.sides.trainer.step(batch[first:last]) for first, last in pairwise(edges)]
+            stats = [self.sides.trainer.step(batch[first:last]) for first, last in pairwise(edges)]
         except ParityError as error:
             raise self._explained(error, batch) from error
+        require_all_compared(stats, batch)
+        return stats
 
     def _explained(self, error: ParityError, batch: list[TrainSample]) -> ParityError:
         if error.first is None:
             return error
         sample = next(s for s in batch if s.request_id == error.first.request_id)
-        return error.with_op(first_differing_op(self.sides, sample, error.first.position))
+        return error.with_op(first_differing_op(self.sides, sample, error.first))
 
     def log_step(
         self,
@@ -152,7 +155,7 @@ class Job:
         trained = sum(sample.length + 1 for sample in drawn.trained(samples))
         metrics = {
             **_over_updates(stats),
-            "parity/weights_equal": 1,
+            "parity/weights_equal": int(self.weights_equal),
             **self._reward_metrics(drawn),
             **_lengths(samples, tokens),
             "step_time": sum(seconds.values()),

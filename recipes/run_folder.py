@@ -116,7 +116,7 @@ def _require_same(before: dict[str, Any], now: dict[str, Any], prefix: str) -> N
 
 
 def _may_grow(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
-    if name == "steps":
-        constant = now["trainer"]["schedule"] == before["trainer"]["schedule"] == "constant"
-        return constant and now["steps"] > before["steps"]
-    return name == "trainer.total_steps" and now["schedule"] == before["schedule"] == "constant"
+    if name != "steps":
+        return False
+    constant = now["trainer"]["schedule"] == before["trainer"]["schedule"] == "constant"
+    return constant and now["steps"] > before["steps"]

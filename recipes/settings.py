@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
+from rollout.request import LEAST_TEMPERATURE
 from trainer.config import TrainerConfig
 
 EMBEDDED = "embedded"
@@ -138,9 +139,10 @@ class RunConfig:
                 f"--reward-weights: got {len(self.reward_weights)} for "
                 f"{len(self.reward_functions)} --reward-functions: give one each"
             )
-        if not self.temperature > 0:
+        if not self.temperature >= LEAST_TEMPERATURE:
             raise SettingError(
-                f"--temperature is {self.temperature}: training needs draws, use a number above 0"
+                f"--temperature is {self.temperature}: training needs draws, use "
+                f"{LEAST_TEMPERATURE} or more"
             )
         if self.updates_per_batch > self.prompts_per_step * self.group_size:
             raise SettingError("--updates-per-batch: use at most one for each completion")
@@ -241,14 +243,15 @@ def resolved(config: RunConfig) -> RunConfig:
     for name, value in (("device", device), ("dtype", dtype), ("mode", config.mode)):
         _refuse_other(config, name, value)
     exact = config.mode == "bitwise" and config.rollout.exact
-    total_steps = config.trainer.total_steps or config.steps * config.updates_per_batch
+    total_steps = config.trainer.total_steps
+    if config.trainer.schedule != "constant":
+        total_steps = total_steps or config.steps * config.updates_per_batch
     trainer = replace(
         config.trainer,
         device=device,
         dtype=dtype,
         mode=config.mode,
         total_steps=total_steps,
-        warmup_steps=min(config.trainer.warmup_steps, total_steps),
         max_completion_tokens=config.trainer.max_completion_tokens or config.max_tokens,
     )
     rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact)

@@ -211,7 +211,8 @@ class Engine:
             temperature: of the logits.
 
         Returns:
-            op's place -> its output row at the token before `position`, "logits", "logprob".
+            op's place -> its output rows of tokens 0..`position` - 1; then "logits" and
+            "logprob" of the last one.
         """
         return trace_rows(self, prompt_ids, token_ids, position, temperature)
 

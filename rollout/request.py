@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from shared_ops.sample.key import request_key
 
 TOKEN_TYPE = "q"
+LEAST_TEMPERATURE = 1e-6
 
 
 class RequestError(ValueError):
@@ -45,9 +46,16 @@ class SamplingParams:
         object.__setattr__(
             self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids)
         )
+        for name in ("max_tokens", "n", "seed", "top_k", "first_sample"):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _require(whole, f"{name} is {value!r}: use a whole number")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: use at least 1")
-        finite = math.isfinite(self.temperature) and self.temperature >= 0
-        _require(finite, f"temperature is {self.temperature}: use 0 (greedy) or a number above it")
+        fits = self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf
+        _require(
+            fits,
+            f"temperature is {self.temperature}: use 0 (greedy), or {LEAST_TEMPERATURE} or more",
+        )
         _require(
             0 < self.top_p <= 1,
             f"top_p is {self.top_p}: use a number above 0 and up to 1 (1 keeps every token)",

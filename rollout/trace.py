@@ -1,4 +1,4 @@
-"""A completion run again with its tokens given, to see each op's output at one place."""
+"""A completion run again with its tokens given, to see each op's output up to one place."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ def trace_rows(
         )
     scheduler, sample = _alone(engine, tuple(prompt_ids), len(token_ids))
     kv = engine._new_kv(scheduler.pool.num_pages)
-    rows: dict[str, Tensor] = {}
+    pieces: dict[str, list[Tensor]] = {}
+    last: dict[str, Tensor] = {}
 
     def observe(name: str, value: Tensor) -> None:
-        rows[name] = value[-1].clone()
+        pieces.setdefault(name, []).append(value.clone())
 
     while len(sample.tokens) <= position:
         plan = scheduler.plan()
         draws = plan.rows[0].draws
-        watch = observe if draws and len(sample.tokens) == position else None
+        is_last = draws and len(sample.tokens) == position
         batch = build_batch(plan, engine.config.page_size, engine.device)
-        hidden_TD = engine.model(batch.token_ids_T, batch.positions_T, kv.at(batch), watch)
-        if watch:
-            rows |= _logit_rows(engine, hidden_TD[-1:], tokens[position], temperature)
+        hidden_TD = engine.model(batch.token_ids_T, batch.positions_T, kv.at(batch), observe)
+        if is_last:
+            last = _logit_rows(engine, hidden_TD[-1:], tokens[position], temperature)
         forced = tokens[len(sample.tokens) : len(sample.tokens) + draws]
         scheduler.commit(plan, forced, [0.0] * draws)
-    return rows
+    return {name: torch.cat(each) for name, each in pieces.items()} | last
 
 
 def _alone(engine: Engine, prompt_ids: tuple[int, ...], drawn: int) -> tuple[Scheduler, Sample]:

@@ -292,3 +292,90 @@ def test_rewards_of_none_are_left_out_and_counted(tmp_path, monkeypatch):
     left_out = [one for one in lines(out / "completions.jsonl") if one["reward"] is None]
     assert len(left_out) == 6
     assert all(one["advantage"] == 0.0 for one in left_out)
+
+
+def faulty(monkeypatch, change) -> None:
+    """Every batch of completions passes through `change(completion, place)` on its way."""
+    from rollout.actor import RolloutActor
+
+    real = RolloutActor.generate
+
+    def generate(self, prompts, params):
+        groups = real(self, prompts, params)
+        places = iter(range(10**6))
+        return [[change(one, next(places)) for one in group] for group in groups]
+
+    monkeypatch.setattr(RolloutActor, "generate", generate)
+
+
+def shifted(one, versions: int = 0, logprobs: float = 0.0):
+    from dataclasses import replace
+
+    return replace(
+        one,
+        policy_versions=tuple(v + versions for v in one.policy_versions),
+        logprobs=tuple(value - logprobs for value in one.logprobs),
+    )
+
+
+def test_tokens_of_another_version_are_not_passed_over(tmp_path, monkeypatch, capsys):
+    faulty(monkeypatch, lambda one, place: one if place == 0 else shifted(one, 1, 0.1))
+    words = [*SMALL, "--evaluation.problems", "0", "--out", str(tmp_path / "run")]
+    assert main(words) == 1
+    assert "weights version 1 and the trainer has version 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("updates", ["1", "3"])
+def test_a_difference_anywhere_stops_before_any_update(updates, tmp_path, monkeypatch, capsys):
+    from trainer.trainer import Trainer
+
+    steps = []
+    real = Trainer._update
+    monkeypatch.setattr(Trainer, "_update", lambda *args: steps.append(1) or real(*args))
+    faulty(monkeypatch, lambda one, place: shifted(one, 0, 1e-6) if place == 11 else one)
+    words = [*SMALL, "--evaluation.problems", "0", "--updates-per-batch", updates]
+    assert main([*words, "--out", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "step-1/prompt-2/sample-3" in error
+    assert "the sampler gives the trainer's value" in error
+    assert not steps
+
+
+def test_weights_that_change_in_the_engine_stop_the_run(tmp_path, monkeypatch, capsys):
+    from rollout.actor import RolloutActor
+
+    real = RolloutActor.generate
+
+    def generate(self, prompts, params):
+        groups = real(self, prompts, params)
+        weight = self.engine.weights.layers[2].down_DF
+        weight[5, 7] = weight[5, 7].nextafter(weight.new_tensor(9.0))
+        return groups
+
+    monkeypatch.setattr(RolloutActor, "generate", generate)
+    words = [*SMALL, "--evaluation.problems", "0", "--out", str(tmp_path / "run")]
+    assert main(words) == 1
+    assert "are not the trainer's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("op", "place"), [("rmsnorm", "rmsnorm before attention"), ("swiglu", "swiglu")]
+)
+def test_the_op_named_is_the_one_at_fault(op, place, tmp_path, monkeypatch, capsys):
+    from shared_ops.opset import EXACT
+    from trainer.trainer import Trainer
+
+    def broken(*arguments):
+        return getattr(EXACT, op)(*arguments) * 1.000001
+
+    monkeypatch.setattr(Trainer, "_ops", lambda self: EXACT._replace(**{op: broken}))
+    words = [*SMALL, "--evaluation.problems", "0", "--out", str(tmp_path / "run")]
+    assert main(words) == 1
+    assert f"op to look at: layer 0: {place}" in capsys.readouterr().err
+
+
+def test_a_short_trial_run_with_warmup_can_be_prolonged(tmp_path):
+    words = [*SMALL, "--evaluation.problems", "0", "--trainer.warmup-steps", "5"]
+    words += ["--out", str(tmp_path / "run"), "--resume", "auto"]
+    assert main([*words, "--steps", "1"]) == 0
+    assert main([*words, "--steps", "2"]) == 0

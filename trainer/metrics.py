@@ -13,6 +13,7 @@ from trainer.parity import (
     ParityReport,
     differing,
     k3,
+    locate,
     ulp_distance,
 )
 from trainer.ranks import Ranks
@@ -117,20 +118,7 @@ def first_difference(log: TokenLog, samples: Sequence[TrainSample]) -> FirstDiff
     places = (differing(log.behaviour, own_N) & (fresh_N | rescored_N)).nonzero()
     if not len(places):
         return None
-    place = position = int(places[0])
-    index = 0
-    while position >= len(samples[index].completion_ids):
-        position -= len(samples[index].completion_ids)
-        index += 1
-    return FirstDifference(
-        sample_index=index,
-        position=position,
-        request_id=samples[index].request_id,
-        token_id=samples[index].completion_ids[position],
-        sampler=log.behaviour[place].item(),
-        trainer=own_N[place].item(),
-        ulp=int(ulp_distance(log.behaviour[place : place + 1], own_N[place : place + 1])),
-    )
+    return locate(samples, int(places[0]), log.behaviour, own_N)
 
 
 def summarise(log: TokenLog, parity: Parity, ranks: Ranks) -> dict[str, float]:

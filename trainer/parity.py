@@ -4,11 +4,14 @@ Two float32 values are equal if their int32 views are: 0.0 and -0.0 differ, and 
 everything, itself included.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from trainer.sample import TrainSample
 
 
 class ParityReport(NamedTuple):
@@ -55,7 +58,8 @@ class FirstDifference(NamedTuple):
     op: str = ""
 
     def __str__(self) -> str:
-        values = f"sampler {self.sampler!r}, trainer {self.trainer!r}, {self.ulp} ulp apart"
+        apart = f", {self.ulp} ulp apart" if math.isfinite(self.sampler + self.trainer) else ""
+        values = f"sampler {self.sampler!r}, trainer {self.trainer!r}{apart}"
         look_at = self.op or "unknown; compare the two traces of this token"
         return (
             f"first: request {self.request_id!r} (sample {self.sample_index}), position "
@@ -126,6 +130,39 @@ def compare(sampler: Sequence[float] | Tensor, trainer: Tensor) -> ParityReport:
 
 
 FLOAT = torch.float32
+
+
+def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor]) -> None:
+    """Compare every token of whole samples with the trainer's values of them.
+
+    Raises:
+        ParityError: a token differs or is NaN.
+    """
+    values = [value for sample in samples for value in sample.behaviour_logprobs]
+    sampler_N, trainer_N = torch.tensor(values, dtype=FLOAT), torch.cat(list(scored))
+    report = compare(sampler_N, trainer_N)
+    if report.first is not None:
+        raise ParityError(report, locate(samples, report.first, sampler_N, trainer_N))
+
+
+def locate(
+    samples: Sequence[TrainSample], place: int, sampler_N: Tensor, trainer_N: Tensor
+) -> FirstDifference:
+    """The record of token `place`, counted over all samples' completions."""
+    index, position = 0, place
+    while position >= len(samples[index].completion_ids):
+        position -= len(samples[index].completion_ids)
+        index += 1
+    span = slice(place, place + 1)
+    return FirstDifference(
+        sample_index=index,
+        position=position,
+        request_id=samples[index].request_id,
+        token_id=samples[index].completion_ids[position],
+        sampler=sampler_N[place].item(),
+        trainer=trainer_N[place].item(),
+        ulp=int(ulp_distance(sampler_N[span], trainer_N[span])),
+    )
 
 
 def _report(sampler_T: Tensor, trainer_T: Tensor) -> ParityReport:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+LEAST_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class TrainSample:
@@ -47,9 +49,14 @@ class TrainSample:
         self._check_lengths()
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self.name}: advantage is {self.advantage}; it must be finite")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not all(map(math.isfinite, self.old_logprobs)):
+            raise ValueError(f"{self.name}: old_logprobs holds NaN or infinity; score it again")
+        if min(self.policy_versions) < 0:
+            raise ValueError(f"{self.name}: policy_versions holds a number below 0")
+        if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
             raise ValueError(
-                f"{self.name}: temperature is {self.temperature}; it must be 0 or more"
+                f"{self.name}: temperature is {self.temperature}; it must be 0, or "
+                f"{LEAST_TEMPERATURE} or more"
             )
 
     def _check_lengths(self) -> None:

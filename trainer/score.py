@@ -37,16 +37,16 @@ class Scorer(NamedTuple):
         rows: dict[str, Tensor] = {}
 
         def observe(name: str, value: Tensor) -> None:
-            rows[name] = value[position - 1].clone()
+            rows[name] = value[:position].clone()
 
         batch = pack([sample], (0,), self.model.head_VD.device)
         hidden_1D = self._hidden(batch, observe)[position - 1 : position]
         target = slice(position - first, position - first + 1)
-        logits_1V = self.model.ops.scaled_logits(
-            hidden_1D, self.model.head_VD, batch.temperature_N[target], self.vocab_limit
-        )
-        rows["logits"] = logits_1V[0]
-        rows["logprob"] = self.model.ops.select_logprobs(logits_1V, batch.targets_N[target])[0]
+        head = (self.model.head_VD, batch.temperature_N[target], self.vocab_limit)
+        rows["logits"] = self.model.ops.scaled_logits(hidden_1D, *head)[0]
+        rows["logprob"] = self.model.ops.token_logprobs(
+            hidden_1D, head[0], batch.targets_N[target], *head[1:]
+        )[0][0]
         return rows
 
     def _hidden(self, batch: MicroBatch, observe=None) -> Tensor:

@@ -23,7 +23,7 @@ from trainer.metrics import TokenLog
 from trainer.objective import counts, gather, objective
 from trainer.optimizer import AdamW, gradient_norm, learning_rate
 from trainer.packing import MicroBatch, pack, split_samples
-from trainer.parity import ParityError
+from trainer.parity import ParityError, require_equal
 from trainer.publish import publish
 from trainer.ranks import Ranks
 from trainer.sample import TrainSample, TrainStats
@@ -116,6 +116,7 @@ class Trainer:
 
         Raises:
             ValueError: a token was drawn by another version than the current one.
+            ParityError: in bitwise mode, a token differs or is NaN.
         """
         for index, sample in enumerate(samples):
             if set(sample.policy_versions) != {self.version}:
@@ -124,6 +125,8 @@ class Trainer:
                     "score samples before the first step on them"
                 )
         scored = self.logprobs(samples)
+        if self.config.mode == "bitwise":
+            require_equal(samples, scored)
         return [
             replace(sample, old_logprobs=values.tolist())
             for sample, values in zip(samples, scored, strict=True)
@@ -259,8 +262,8 @@ class Trainer:
             position: index of the drawn token in prompt + completion.
 
         Returns:
-            Op name -> its output row for the token, in the order of the forward; `logits` and
-            `logprob` come last.
+            Op name -> its output rows of tokens 0..position - 1, in the order of the forward;
+            `logits` and `logprob` of the last one come at the end.
 
         Raises:
             ValueError: the position is not one of a drawn token.
