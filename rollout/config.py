@@ -24,7 +24,7 @@ class EngineConfig:
     max_sequences: sequences that hold KV at the same time.
     prefill_chunk: most tokens of one sequence in one forward.
     prefix_cache: keep full pages by content and share them, also among the n samples of a request.
-    cuda_graphs: on CUDA, launch decode steps as captured graphs and plan one step ahead.
+    cuda_graphs: on CUDA and exact, launch decode steps as captured graphs and plan a step ahead.
     exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
     """
 

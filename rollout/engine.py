@@ -67,7 +67,8 @@ class Engine:
         self.ops = EXACT if self.config.exact else ORDINARY
         self.model = Decoder(self.model_config, self.weights, self.ops)
         num_pages = choose_num_pages(self.config, self.model_config, self.dtype, self.device)
-        is_captured = self.config.cuda_graphs and self.device.type == "cuda"
+        # Ordinary attention takes lengths from the host, which a captured step would freeze.
+        is_captured = self.config.cuda_graphs and self.config.exact and self.device.type == "cuda"
         self.kv = self._new_kv(num_pages + is_captured)
         self.scheduler = Scheduler(self.config, num_pages)
         self.graphs: DecodeGraphs | None = None
