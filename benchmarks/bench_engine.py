@@ -136,9 +136,11 @@ def mixed(engine: Engine, requests: int, longest: int) -> list[Completion]:
     return done
 
 
-@torch.no_grad()
 def differing(engine: Engine, completions: list[Completion], tokens: int) -> tuple[int, int]:
-    """Logprobs compared with the trainer's packed forward, and how many differ in any bit."""
+    """Logprobs compared with the trainer's packed forward, and how many differ in any bit.
+
+    Gradients stay enabled, as in training: without them a forward takes fused launches too.
+    """
     samples = [
         TrainSample(one.prompt_ids, one.token_ids, one.logprobs, 0.0, one.policy_versions)
         for one in completions

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rollout.batch import Batch
 from rollout.config import EngineError
+from shared_ops.attention.op import write_pages
 from shared_ops.model.config import ModelConfig
 from shared_ops.opset import OpSet
 
@@ -49,7 +50,5 @@ class BatchKV:
 
     def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         k_pages_PSKE, v_pages_PSKE = self._kv.layers[layer]
-        slots_T = self._batch.slots_T
-        k_pages_PSKE.flatten(0, 1).index_copy_(0, slots_T, k_TKE)
-        v_pages_PSKE.flatten(0, 1).index_copy_(0, slots_T, v_TKE)
+        write_pages(k_pages_PSKE, v_pages_PSKE, self._batch.slots_T, k_TKE, v_TKE)
         return self._kv.ops.paged_attention(q_THE, k_pages_PSKE, v_pages_PSKE, self._batch.layout)

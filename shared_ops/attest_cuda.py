@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shared_ops.attest_report import AttestationError, Check, Report, product_shapes
 from shared_ops.cuda import require_device, require_triton
+from shared_ops.fused.op import Widths, allow, can_be
 from shared_ops.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ def _apply(verdict: dict, dtype: torch.dtype) -> None:
         for depth, columns, out, transposed, runs in verdict["libraries"]
     }
     products.restrict(outside, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
+    if "fused" in verdict:
+        hidden, head, is_equal = verdict["fused"]
+        allow(Widths(hidden, head, dtype), is_equal)
 
 
 def _prove(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict:
@@ -149,8 +153,10 @@ def _prove(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict:
         for shape in _library_shapes(config, dtype):
             libraries.append(_library(prover, shape))
         _rows(prover, config, dtype)
+        is_fused = _fused(prover, config, dtype)
         _attention(prover, config, dtype)
     return {
+        "fused": [config.hidden_size, config.head_dim, is_fused],
         "checks": [asdict(check) for check in prover.checks],
         "dropped": [asdict(check) for check in prover.dropped],
         "libraries": libraries,
@@ -288,6 +294,26 @@ def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
             for s in (*spans[:3], slice(0, count))
         ],
     )
+
+
+def _fused(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether fused launches give the bits of the ops one by one."""
+    from shared_ops import attest_fused
+
+    if not can_be(attest_fused.widths_of(config, dtype)):
+        return False
+
+    def random(*shape: int) -> Tensor:
+        return prover.random(*shape, dtype=dtype)
+
+    name = f"widths {config.hidden_size}, {config.head_dim}"
+    verdicts = [
+        prover.keep(
+            "rmsnorm, fused with the residual", name, lambda: attest_fused.residuals(config, random)
+        ),
+        prover.keep("rmsnorm, fused with rope", name, lambda: attest_fused.heads(config, random)),
+    ]
+    return all(verdicts)
 
 
 def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ class OpSet(NamedTuple):
     scaled_logits: Callable[..., Tensor]
     select_logprobs: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]
+    fuses: bool = False  # whether `shared_ops.fused` may stand for rmsnorm and rope
 
 
 EXACT = OpSet(
@@ -42,4 +43,5 @@ EXACT = OpSet(
     scaled_logits=scaled_logits,
     select_logprobs=select_logprobs,
     token_logprobs=token_logprobs,
+    fuses=True,
 )

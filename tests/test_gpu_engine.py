@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from engine_runs import LIMITS, served
-from gpu import HALVES, needs_gpu
+from gpu import HALVES, needs_gpu, randn, same_bits
 from toy_models import toy_folder
 
 from rollout import Completion, Engine, EngineConfig, EngineError, SamplingParams
+from shared_ops import attest_fused
+from shared_ops.fused.op import can_be, is_allowed
+from shared_ops.model.config import ModelConfig
 from shared_ops.model.weights import make_manifest
 
 pytestmark = needs_gpu
@@ -94,6 +98,24 @@ def test_captured_steps_see_new_weights(folder) -> None:
             plain(engine.generate(prompts, params))
             assert len(engine.graphs._graphs) == count
     assert given[0] == given[1]
+
+
+@HALVES
+@pytest.mark.parametrize("head", [16, 64, 80, 128])
+def test_fused_launches_give_the_bits_of_the_ops_one_by_one(folder, head, dtype) -> None:
+    config = replace(ModelConfig.from_folder(folder), hidden_size=8 * head, head_dim=head)
+    assert can_be(attest_fused.widths_of(config, dtype))
+    for pairs in (attest_fused.residuals, attest_fused.heads):
+        found = pairs(config, lambda *shape: randn(*shape, dtype=dtype))
+        assert sum(same_bits(got, wanted) for got, wanted in found) > 1_000_000
+
+
+def test_the_engine_takes_fused_launches_where_they_were_proved(folder) -> None:
+    engine = engine_of(folder, True)
+    x_TD = engine.weights.embed_VD[:3]
+    assert not is_allowed(x_TD, 16), "gradients are enabled"
+    with torch.inference_mode():
+        assert is_allowed(x_TD, 16) and not is_allowed(x_TD, 32)
 
 
 def test_a_model_that_does_not_fit_is_refused(folder, monkeypatch) -> None:

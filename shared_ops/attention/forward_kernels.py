@@ -224,6 +224,20 @@ def forward(
         )
 
 
+@triton.jit
+def write_pages(
+    k_pages_ptr, v_pages_ptr, slots_ptr, k_ptr, v_ptr, stride_k, stride_v, values,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BLOCK)
+    to = tl.load(slots_ptr + token) * values + n
+    k = tl.load(k_ptr + token * stride_k + n, mask=n < values)
+    v = tl.load(v_ptr + token * stride_v + n, mask=n < values)
+    tl.store(k_pages_ptr + to, k, mask=n < values)
+    tl.store(v_pages_ptr + to, v, mask=n < values)
+
+
 @triton.jit(do_not_specialize=["chunks"])
 def merge_chunks(
     o_ptr,

@@ -164,6 +164,16 @@ def packed_forward(
     return o_THE, lse_TH
 
 
+def write_pages(k_pages_PSKE, v_pages_PSKE, slots_T, k_TKE: Tensor, v_TKE: Tensor) -> None:
+    k_TKE, v_TKE = _rows_contiguous(k_TKE), _rows_contiguous(v_TKE)
+    tokens, kv_heads, width = k_TKE.shape
+    if tokens:
+        forward_kernels.write_pages[(tokens,)](
+            k_pages_PSKE, v_pages_PSKE, slots_T.contiguous(), k_TKE, v_TKE, k_TKE.stride(0),
+            v_TKE.stride(0), kv_heads * width, BLOCK=triton.next_power_of_2(kv_heads * width),
+        )  # fmt: skip
+
+
 def paged_forward(
     q_THE: Tensor,
     k_pages_PSKE: Tensor,

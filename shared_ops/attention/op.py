@@ -90,6 +90,21 @@ def packed_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: list[i
     return _PackedAttention.apply(q_THE, k_TKE, v_TKE, starts)
 
 
+def write_pages(
+    k_pages_PSKE: Tensor, v_pages_PSKE: Tensor, slots_T: Tensor, k_TKE: Tensor, v_TKE: Tensor
+) -> None:
+    """Put keys and values where their tokens' pages are, in place.
+
+    Args:
+        k_pages_PSKE: [P, S, K, E], contiguous.
+        v_pages_PSKE: [P, S, K, E], contiguous.
+        slots_T: [T] int64, page x S + place in the page.
+        k_TKE: [T, K, E] of the same dtype.
+        v_TKE: [T, K, E] of the same dtype.
+    """
+    _schedules(k_TKE).write_pages(k_pages_PSKE, v_pages_PSKE, slots_T, k_TKE, v_TKE)
+
+
 def paged_attention(
     q_THE: Tensor, k_pages_PSKE: Tensor, v_pages_PSKE: Tensor, layout: PagedLayout
 ) -> Tensor:

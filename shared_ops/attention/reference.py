@@ -176,6 +176,11 @@ def _packed_index(block: Block, starts: list[int], lens: list[int]):
     )
 
 
+def write_pages(k_pages_PSKE, v_pages_PSKE, slots_T, k_TKE, v_TKE) -> None:
+    k_pages_PSKE.flatten(0, 1).index_copy_(0, slots_T, k_TKE)
+    v_pages_PSKE.flatten(0, 1).index_copy_(0, slots_T, v_TKE)
+
+
 def paged_forward(q_THE, k_pages_PSKE, v_pages_PSKE, layout) -> Tensor:
     starts = layout.query_starts
     lens = [end - start for start, end in itertools.pairwise(starts)]

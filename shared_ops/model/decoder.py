@@ -5,7 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from shared_ops.fused.op import is_allowed
 from shared_ops.model.config import ModelConfig
+from shared_ops.model.fused_layers import run_layers
 from shared_ops.model.kv import KV
 from shared_ops.model.rope_table import RopeTable
 from shared_ops.model.weights import Layer, Weights
@@ -55,6 +57,8 @@ class Decoder:
         see = observe or _ignore
         angles = self._rope.rows(positions_T)
         x_TD = self.ops.embedding(token_ids_T, self.weights.embed_VD)
+        if observe is None and self.ops.fuses and is_allowed(x_TD, self.config.head_dim):
+            return run_layers(self.config, self.weights, self.ops, x_TD, angles, kv)
         see("embedding", x_TD)
         for index, layer in enumerate(self.weights.layers):
 

@@ -1,0 +1,50 @@
+"""Fused launches against the ops one by one, in the dtype that they round to."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shared_ops.fused.op import Widths, add_rmsnorm, rotated_heads
+from shared_ops.model.config import ModelConfig
+from shared_ops.rmsnorm.op import rmsnorm
+from shared_ops.rope.op import rope
+
+VALUES = 1_000_000
+ROWS = (1, 7, 130)
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def widths_of(config: ModelConfig, dtype: torch.dtype) -> Widths:
+    return Widths(config.hidden_size, config.head_dim, dtype)
+
+
+def residuals(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
+    """(got, wanted): the sum and its norm, at several row counts."""
+    width = config.hidden_size
+    rows = max(300, VALUES // width)
+    x_TD, y_TD, w_D = random(rows, width), random(rows, width), random(width)
+    pairs = []
+    for count in (*ROWS, rows):
+        got = add_rmsnorm(x_TD[:count], y_TD[:count], w_D, config.norm_eps)
+        wanted = x_TD[:count] + y_TD[:count]
+        pairs += zip(got, (wanted, rmsnorm(wanted, w_D, config.norm_eps)), strict=True)
+    return pairs
+
+
+def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
+    """(got, wanted): rotated queries and keys, normalised or not, at several row counts."""
+    counts, width = (config.num_heads, config.num_kv_heads, config.num_kv_heads), config.head_dim
+    rows = max(300, VALUES // (sum(counts) * width))
+    qkv_TN, w_2E = random(rows, sum(counts) * width), random(2, width)
+    angles = [random(rows, width // 2).float() for _ in range(2)]
+    norms = (w_2E[0].clone(), w_2E[1].clone()) if config.qk_norm else None
+    pairs = []
+    for count in (*ROWS, rows):
+        some = (angles[0][:count], angles[1][:count])
+        got = rotated_heads(qkv_TN[:count], counts[:2], norms, some, config.norm_eps)
+        parts = qkv_TN[:count].view(count, -1, width).split(counts, dim=1)[:2]
+        if norms:
+            parts = [rmsnorm(x, w, config.norm_eps) for x, w in zip(parts, norms, strict=True)]
+        pairs += zip(got, (rope(x, *some) for x in parts), strict=True)
+    return pairs
