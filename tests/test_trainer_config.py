@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +47,13 @@ def test_presets_are_the_combinations_of_their_papers():
     assert (doctor.advantage, doctor.aggregation) == ("centered", "constant")
     assert (dapo().aggregation, dapo().clip_high, dapo().mask_truncated) == ("token", 0.28, True)
     assert grpo(learning_rate=0.5, clip_high=0.3).clip_high == 0.3
+
+
+def test_every_setting_is_explained():
+    text = (Path(__file__).parents[1] / "docs" / "trainer.md").read_text()
+    names = [field.name for field in fields(TrainerConfig)]
+    assert len(names) > 25
+    assert not [name for name in names if f"`{name}`" not in text]
 
 
 def test_settings_and_samples_need_no_torch():
