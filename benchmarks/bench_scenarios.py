@@ -97,9 +97,8 @@ def whole_prompt_but_one_token_cached(bench: Bench) -> Groups:
 
 def shuffled(bench: Bench) -> Groups:
     order = random.Random(1).sample(range(len(bench.prompts)), len(bench.prompts))
-    groups = bench.engine().generate(
-        *([x[i] for i in order] for x in (bench.prompts, bench.params))
-    )
+    prompts, params = [bench.prompts[i] for i in order], [bench.params[i] for i in order]
+    groups = bench.engine().generate(prompts, params)
     return [groups[order.index(index)] for index in range(len(order))]
 
 

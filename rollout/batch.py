@@ -8,19 +8,30 @@ import numpy
 import torch
 from torch import Tensor
 
+from rollout.params import SamplingParams
 from rollout.request import Sample
 from rollout.scheduler import PlanRow, StepPlan
 from shared_ops.attention.op import PagedLayout
+from shared_ops.logprob.restricted import Bias
 
 NUMPY_TYPE = numpy.int64
+
+
+class Filters(NamedTuple):
+    """Of each row: top_k_B int64, top_p_B and min_p_B float64; is_on_B bool, where any is set."""
+
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    is_on_B: Tensor
 
 
 class Draws(NamedTuple):
     """What a draw depends on besides the logits; one entry for each row that draws.
 
     keys_B2: int64 words; positions_B: int64 index of the drawn token in prompt + completion;
-    temperature_B: float32, 1 where greedy; greedy_B: bool; filters: (top_p, top_k) of each row,
-    or None where no row has any.
+    temperature_B: float32, 1 where greedy; greedy_B: bool; filters: None where no row has any;
+    bias: None where no row has any.
     """
 
     keys_B2: Tensor
@@ -29,7 +40,8 @@ class Draws(NamedTuple):
     greedy_B: Tensor
     all_greedy: bool
     any_greedy: bool
-    filters: list[tuple[float, int]] | None
+    filters: Filters | None
+    bias: Bias | None = None
 
 
 class Batch(NamedTuple):
@@ -106,14 +118,36 @@ def _draws(samples: list[Sample], device: torch.device) -> Draws:
         greedy_B=_tensor(greedy, device),
         all_greedy=bool(greedy.all()),
         any_greedy=bool(greedy.any()),
-        filters=_filters(samples),
+        filters=_filters([sample.request.params for sample in samples], device),
+        bias=_bias(samples, device),
     )
 
 
-def _filters(samples: list[Sample]) -> list[tuple[float, int]] | None:
-    if not any(sample.request.params.filters for sample in samples):
+def _filters(params: list[SamplingParams], device: torch.device) -> Filters | None:
+    if not any(one.filters for one in params):
         return None
-    return [(sample.request.params.top_p, sample.request.params.top_k) for sample in samples]
+    return Filters(
+        _tensor(numpy.array([one.top_k for one in params], dtype=NUMPY_TYPE), device),
+        _tensor(numpy.array([one.top_p for one in params], dtype=numpy.float64), device),
+        _tensor(numpy.array([one.min_p for one in params], dtype=numpy.float64), device),
+        _tensor(numpy.array([one.filters for one in params]), device),
+    )
+
+
+def _bias(samples: list[Sample], device: torch.device) -> Bias | None:
+    entries = [
+        (row, token, bias)
+        for row, sample in enumerate(samples)
+        for token, bias in sample.request.biases_at(len(sample.logprobs))
+    ]
+    if not entries:
+        return None
+    rows, tokens, values = zip(*entries, strict=True)
+    return Bias(
+        _tensor(numpy.array(rows, dtype=NUMPY_TYPE), device),
+        _tensor(numpy.array(tokens, dtype=NUMPY_TYPE), device),
+        _tensor(numpy.array(values, dtype=numpy.float32), device),
+    )
 
 
 def _tensor(values: numpy.ndarray, device: torch.device) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+InFlight = Literal["recompute", "keep", "abort"]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -25,6 +27,10 @@ class EngineConfig:
     prefill_chunk: most tokens of one sequence in one forward.
     prefix_cache: keep full pages by content and share them, also among the n samples of a request.
     cuda_graphs: on CUDA and exact, launch decode steps as captured graphs and plan a step ahead.
+    in_flight: what `load_weights` does with unfinished requests unless told otherwise: "recompute"
+        their KV under the new weights and go on, "keep" the KV of the old ones and go on (no
+        trainer can compute such logprobs again, so an exact engine refuses it), or "abort" and
+        return them, for `Engine.resume`.
     exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
     """
 
@@ -39,6 +45,7 @@ class EngineConfig:
     exact: bool = True
     memory_share: float = 0.4
     cuda_graphs: bool = True
+    in_flight: InFlight = "recompute"
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prefill_chunk"):
@@ -47,6 +54,7 @@ class EngineConfig:
             _require_positive("num_pages", self.num_pages)
         if self.dtype not in DTYPES:
             raise EngineError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(DTYPES)}")
+        check_in_flight(self.in_flight, self.exact)
         if not 0 < self.memory_share <= 1:
             raise EngineError(
                 f"memory_share is {self.memory_share}: use a number above 0 and up to 1"
@@ -56,3 +64,16 @@ class EngineConfig:
 def _require_positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise EngineError(f"{name} is {value!r}: use a whole number of at least 1")
+
+
+def check_in_flight(in_flight: str, exact: bool) -> None:
+    """EngineError where a weight update may not do that."""
+    if in_flight not in get_args(InFlight):
+        raise EngineError(
+            f"in_flight {in_flight!r} is unknown: use one of {', '.join(get_args(InFlight))}"
+        )
+    if in_flight == "keep" and exact:
+        raise EngineError(
+            'in_flight "keep" draws tokens that no trainer can score to the bit: use "recompute" or'
+            ' "abort", or exact=False'
+        )

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rollout.admission import Limits, check_resumable, checked_request, one_each, raise_if_failed
 from rollout.ahead import is_live, plan_after
 from rollout.batch import build_batch
-from rollout.config import EngineConfig, EngineError
+from rollout.config import EngineConfig, InFlight, check_in_flight
 from rollout.graphs import DecodeGraphs, Flight
-from rollout.memory import choose_num_pages, require_weights_fit
+from rollout.memory import choose_num_pages, find_device, naming_memory, require_weights_fit
 from rollout.paged_kv import PagedKV
-from rollout.request import (
-    Completion,
-    Request,
-    RequestError,
-    SamplingParams,
-    checked_prompt,
-    samples_of,
-)
+from rollout.params import SamplingParams
+from rollout.request import Completion, Environment, Request, samples_of
 from rollout.sampler import sample
 from rollout.scheduler import Scheduler, StepPlan
+from rollout.stops import Decode
 from rollout.trace import trace_rows
 from shared_ops.attest import attest
 from shared_ops.model.config import ModelConfig
@@ -37,6 +34,7 @@ from shared_ops.opset import EXACT
 from shared_ops.ordinary import ORDINARY
 
 Progress = Callable[[int, int], None]
+OnError = Literal["raise", "return"]
 
 
 class Engine:
@@ -46,8 +44,15 @@ class Engine:
     Not thread-safe: one caller at a time.
     """
 
-    def __init__(self, model_folder: str | Path, config: EngineConfig | None = None) -> None:
-        """Load a Hugging Face folder.
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: EngineConfig | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """Load a Hugging Face folder. decode: token ids to text, needed for stop strings only.
+
+        `on_step`, if set, is called with the engine after each step.
 
         Raises:
             ConfigError, WeightsError: the folder cannot be used.
@@ -64,6 +69,14 @@ class Engine:
             require_weights_fit(self.model_config, self.dtype, self.device)
         self.weights = load_folder(model_folder, self.model_config, self.dtype, self.device)
         self.vocab_limit = vocab_limit(model_folder, self.model_config)
+        self.limits = Limits(
+            self.model_config.vocab_size,
+            self.vocab_limit,
+            self.model_config.max_positions,
+            tuple(self.model_config.eos_token_ids),
+            decode,
+        )
+        self.on_step: Callable[[Engine], None] | None = None
         self.ops = EXACT if self.config.exact else ORDINARY
         self.model = Decoder(self.model_config, self.weights, self.ops)
         num_pages = choose_num_pages(self.config, self.model_config, self.dtype, self.device)
@@ -97,37 +110,71 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         progress: Progress | None = None,
+        environment: Environment | None = None,
+        on_error: OnError = "raise",
     ) -> list[list[Completion]]:
         """Complete prompts of token ids; the n completions of each, in prompt order.
 
         Requests that were added by hand run along; the next `step` returns what they finish here.
         progress(finished, total) is called whenever completions finish.
+        environment(completion) is asked after each stop for tokens to append (see `add_request`).
+        on_error: what a completion that fails does: "raise" ends the call and the rest of it,
+            "return" leaves it among the others, with finish_reason "error".
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; none was started.
+            FloatingPointError: logits are not finite. RuntimeError: the environment failed.
         """
         requests = [
-            self._request(prompt, each)
-            for prompt, each in zip(prompts, _one_each(params, len(prompts)), strict=True)
+            self._request(prompt, each, environment)
+            for prompt, each in zip(prompts, one_each(params, len(prompts)), strict=True)
         ]
         done: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
         try:
             for request in requests:
                 self._queue(request)
-            self._run_until(done, sum(request.params.n for request in requests), progress)
+            total = sum(request.params.n for request in requests)
+            self._run_until(done, total, progress, on_error)
         except BaseException:
             for name in done:
                 self.scheduler.abort(name)
             raise
         return [sorted(each, key=lambda one: one.sample_index) for each in done.values()]
 
-    def add_request(self, prompt: Sequence[int], params: SamplingParams) -> str:
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        environment: Environment | None = None,
+    ) -> str:
         """Queue one prompt of token ids; its request id.
+
+        environment: called after a stop with the completion so far; the token ids that it returns
+            are appended and drawing goes on, nothing or None ends the completion. They count
+            towards max_tokens; what leaves no room to draw is not appended, and the reason is then
+            "length". If it raises, its request alone ends, with "error".
 
         Raises:
             RequestError: it cannot be served, ever.
         """
-        return self._queue(self._request(prompt, params))
+        return self._queue(self._request(prompt, params, environment))
+
+    def resume(
+        self,
+        completion: Completion,
+        params: SamplingParams,
+        environment: Environment | None = None,
+    ) -> str:
+        """Go on with an aborted completion, as if it had never been aborted; its new request id.
+
+        params: as before; n and first_sample are taken from the completion.
+
+        Raises:
+            RequestError: it was not aborted, or max_tokens are drawn already.
+        """
+        check_resumable(completion, params)
+        params = replace(params, n=1, first_sample=completion.sample_index)
+        return self._queue(self._request(completion.prompt_ids, params, environment), completion)
 
     def step(self) -> list[Completion]:
         """Run one forward; the completions that are finished (each of n as soon as it is)."""
@@ -141,16 +188,21 @@ class Engine:
         """
         return self.scheduler.abort(request_id)
 
-    def load_weights(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
+    def load_weights(
+        self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
+    ) -> list[Completion]:
         """Put other weights in place and prove it: the digest is taken of what now is in use.
 
-        The prefix cache is dropped. Unfinished requests keep their tokens, recompute the KV of
-        these under the new weights, and draw on with the new version.
+        The prefix cache is dropped. in_flight (default: config.in_flight) says what becomes of
+        unfinished requests; those that it aborts are returned.
 
         Raises:
+            EngineError: in_flight is not possible here.
             WeightsError: the tensors do not fit (nothing has changed), or the digest differs (the
                 engine refuses to step until a load succeeds).
         """
+        in_flight = in_flight or self.config.in_flight
+        check_in_flight(in_flight, self.config.exact)
         self._require_same_dtype(manifest)
         self._kept += self._land_flight()
         self._half_loaded = f"weights version {manifest.version} were not loaded whole"
@@ -165,8 +217,8 @@ class Engine:
                 f"weights version {manifest.version}: digest {digest[:16]} is loaded and"
                 f" {manifest.digest[:16]} was published: publish them again"
             )
-        self.scheduler.change_weights(manifest.version)
         self._half_loaded = ""
+        return self.scheduler.change_weights(manifest.version, in_flight)
 
     def weights_digest(self) -> str:
         """sha256 of the weights in use, as in `Manifest.digest`."""
@@ -225,7 +277,7 @@ class Engine:
         if flight is None:
             return []
         ahead = self._launch_after(flight)
-        done = self._commit(*flight.landed())
+        done = self._commit(flight)
         if ahead is not None and any(map(is_live, ahead.plan.rows)):
             self._flight = ahead
         self._seconds += time.perf_counter() - began
@@ -237,12 +289,13 @@ class Engine:
             return None
         if self.graphs is not None and self.graphs.serves(plan):
             return self.graphs.launch(plan)
-        batch = build_batch(plan, self.config.page_size, self.device)
-        hidden_TD = self.model(batch.token_ids_T, batch.positions_T, self.kv.at(batch))
-        tokens_B, logprobs_B = sample(
-            hidden_TD[batch.last_B], self.model.head_VD, batch.draws, self.vocab_limit, self.ops
-        )
-        return Flight(plan, tokens_B, logprobs_B)
+        with naming_memory(self.config, plan.num_tokens):
+            batch = build_batch(plan, self.config.page_size, self.device)
+            hidden_TD = self.model(batch.token_ids_T, batch.positions_T, self.kv.at(batch))
+            drawn = sample(
+                hidden_TD[batch.last_B], self.model.head_VD, batch.draws, self.vocab_limit, self.ops
+            )
+        return Flight(plan, drawn.tokens_B, drawn.logprobs_B, threshold_B=drawn.threshold_B)
 
     def _launch_after(self, flight: Flight) -> Flight | None:
         """Start the step after one that is under way, where that can be planned already."""
@@ -254,50 +307,48 @@ class Engine:
     def _land_flight(self) -> list[Completion]:
         """Commit what is under way, so that pages and weights may change."""
         flight, self._flight = self._flight, None
-        return [] if flight is None else self._commit(*flight.landed())
+        return [] if flight is None else self._commit(flight)
 
-    def _commit(self, plan: StepPlan, tokens: list[int], logprobs: list[float]) -> list[Completion]:
-        if not all(map(math.isfinite, logprobs)):
-            raise FloatingPointError(
-                f"weights version {self.version} give logits that are not finite: look for NaN or"
-                f" infinity in the weights, or use a dtype of wider range than {self.config.dtype}"
-            )
-        return self.scheduler.commit(plan, tokens, logprobs)
+    def _commit(self, flight: Flight) -> list[Completion]:
+        thresholds = None if flight.threshold_B is None else flight.threshold_B.tolist()
+        done = self.scheduler.commit(*flight.landed(), thresholds)
+        if self.on_step is not None:
+            self.on_step(self)
+        return done
 
     def _run_until(
-        self, done: dict[str, list[Completion]], total: int, progress: Progress | None
+        self,
+        done: dict[str, list[Completion]],
+        total: int,
+        progress: Progress | None,
+        on_error: OnError,
     ) -> None:
         finished = 0
-        while finished < total:
+        while finished < total and self.scheduler.has_work:
             completions = self._advance()
             for completion in completions:
                 done.get(completion.request_id, self._kept).append(completion)
-            own = sum(completion.request_id in done for completion in completions)
-            finished += own
+            own = [completion for completion in completions if completion.request_id in done]
+            for completion in own if on_error == "raise" else ():
+                raise_if_failed(completion)
+            finished += len(own)
             if own and progress:
                 progress(finished, total)
 
-    def _request(self, prompt: Sequence[int], params: SamplingParams) -> Request:
-        prompt_ids = checked_prompt(prompt, self.model_config.vocab_size)
-        if self.config.exact and params.filters:
-            raise RequestError(
-                "top_p and top_k have no exact counterpart in the trainer: use top_p=1 and top_k=0,"
-                " or EngineConfig(exact=False)"
-            )
-        length, limit = len(prompt_ids) + params.max_tokens, self.model_config.max_positions
-        if length > limit:
-            raise RequestError(
-                f"a prompt of {len(prompt_ids)} tokens with max_tokens {params.max_tokens} exceeds"
-                f" the model's {limit} positions: shorten the prompt or lower max_tokens"
-            )
-        self.scheduler.require_fits(len(prompt_ids), params.max_tokens)
-        eos_ids = () if params.ignore_eos else self.model_config.eos_token_ids
-        stop_ids = frozenset(params.stop_token_ids).union(eos_ids)
-        return Request(f"request-{next(self._names)}", prompt_ids, params, stop_ids)
+    def _request(
+        self, prompt: Sequence[int], params: SamplingParams, environment: Environment | None = None
+    ) -> Request:
+        name = f"request-{next(self._names)}"
+        request = checked_request(name, prompt, params, environment, self.limits)
+        self.scheduler.require_fits(len(request.prompt_ids), params.max_tokens)
+        return request
 
-    def _queue(self, request: Request) -> str:
+    def _queue(self, request: Request, cut: Completion | None = None) -> str:
         self.model.reserve(len(request.prompt_ids) + request.params.max_tokens)
-        self.scheduler.add(samples_of(request))
+        samples = samples_of(request)
+        if cut is not None:
+            samples[0].restore(cut)
+        self.scheduler.add(samples)
         return request.request_id
 
     def _new_kv(self, num_pages: int) -> PagedKV:
@@ -316,28 +367,3 @@ class Engine:
     def _require_whole_weights(self) -> None:
         if self._half_loaded:
             raise RuntimeError(f"{self._half_loaded}: call load_weights again")
-
-
-def find_device(name: str) -> torch.device:
-    """EngineError where the device is not there."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise EngineError(f'device {name!r} is unknown: use "cpu", "cuda" or "auto"') from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise EngineError(f'device {name!r} is not there: use "cpu" or "auto"')
-    return device
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams], prompts: int
-) -> Sequence[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * prompts
-    if len(params) != prompts:
-        raise RequestError(
-            f"{len(params)} sampling parameters for {prompts} prompts: pass one for all or one each"
-        )
-    return params

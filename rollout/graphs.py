@@ -38,6 +38,7 @@ class Flight(NamedTuple):
     """A step under way: its plan and, on the device or on their way to the host, what it draws.
 
     `ready`: recorded after the copies to the host; None where the tensors are read directly.
+    `threshold_B`: of kept sets, where a row has a filter (such a step is not captured).
     """
 
     plan: StepPlan
@@ -45,6 +46,7 @@ class Flight(NamedTuple):
     logprobs_B: Tensor
     ready: torch.cuda.Event | None = None
     is_decode: bool = False
+    threshold_B: Tensor | None = None
 
     def landed(self) -> tuple[StepPlan, list[int], list[float]]:
         """Wait; the plan and what its drawing rows drew, without rows that lost their purpose."""
@@ -338,4 +340,4 @@ class DecodeGraphs:
             draws,
         )
         hidden_BD = self.model(batch.token_ids_T, batch.positions_T, self.kv.at(batch))
-        return sample(hidden_BD, self.model.head_VD, draws, self.vocab_limit, self.model.ops)
+        return sample(hidden_BD, self.model.head_VD, draws, self.vocab_limit, self.model.ops)[:2]

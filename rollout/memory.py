@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -88,3 +90,31 @@ def _container_available() -> int:
         return int(limit.read_text()) - int(used.read_text())
     except (OSError, ValueError):  # no limit, or another kind of system
         return 1 << 62
+
+
+def find_device(name: str) -> torch.device:
+    """EngineError where the device is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise EngineError(f'device {name!r} is unknown: use "cpu", "cuda" or "auto"') from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineError(f'device {name!r} is not there: use "cpu" or "auto"')
+    return device
+
+
+@contextmanager
+def naming_memory(config: EngineConfig, num_tokens: int) -> Iterator[None]:
+    """EngineError that names the settings, where a forward finds no memory."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        text = str(error).splitlines()[0] if str(error) else ""
+        if not (isinstance(error, torch.OutOfMemoryError) or "allocate memory" in text):
+            raise
+        raise EngineError(
+            f"no memory for a forward of {num_tokens} tokens: lower max_batch_tokens"
+            f" ({config.max_batch_tokens}), or num_pages or memory_share, which KV takes ({text})"
+        ) from None

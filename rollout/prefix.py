@@ -62,7 +62,8 @@ class PrefixCache:
         Where the content is known already, the sample goes over to the known page. So whoever
         holds a page holds the known pages before it, and these never become idle first.
         """
-        while self.enabled and (sample.full_pages + 1) * self.page_size <= sample.computed:
+        shared = self.enabled and not sample.is_private
+        while shared and (sample.full_pages + 1) * self.page_size <= sample.computed:
             index = sample.full_pages
             key = self._key(sample.chain, sample.tokens, index)
             own = sample.pages[index]
@@ -78,7 +79,8 @@ class PrefixCache:
 
     def next_key(self, sample: Sample) -> Key | None:
         """Key of the page that the sample fills next, if its tokens are known up to its end."""
-        if self.enabled and (sample.full_pages + 1) * self.page_size <= len(sample.tokens):
+        shared = self.enabled and not sample.is_private
+        if shared and (sample.full_pages + 1) * self.page_size <= len(sample.tokens):
             return self._key(sample.chain, sample.tokens, sample.full_pages)
         return None
 
@@ -88,9 +90,10 @@ class PrefixCache:
             self.pool.release(page)
         del sample.pages[:]
         sample.computed = sample.full_pages = 0
+        sample.is_private = False
 
     def drop(self) -> None:
-        """Forget everything: the weights have changed. No sample may hold a page."""
+        """Forget everything: the weights have changed. Who still holds a page must be private."""
         self.pool.drop_kept()
         self._page_of.clear()
         self._key_of.clear()

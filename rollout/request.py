@@ -4,69 +4,25 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from rollout.params import LEAST_TEMPERATURE, RequestError, SamplingParams
+from rollout.stops import Decode, completes
 from shared_ops.sample.key import request_key
 
+__all__ = [
+    "LEAST_TEMPERATURE",
+    "Completion",
+    "Environment",
+    "Request",
+    "RequestError",
+    "Sample",
+    "SamplingParams",
+    "samples_of",
+]
+
 TOKEN_TYPE = "q"
-LEAST_TEMPERATURE = 1e-6
-
-
-class RequestError(ValueError):
-    """A request that cannot be served; the message names the setting and the mend."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue one prompt.
-
-    max_tokens: most tokens drawn for a completion.
-    temperature: logits are divided by it; 0 is greedy, with the logprobs of temperature 1.
-    top_p, top_k: keep the likeliest tokens only; refused by an exact engine.
-    n: completions of the prompt; sample i of them is numbered `first_sample + i` and draws with
-        that number, so n = 8 gives what eight requests with first_sample = 0..7 give.
-    seed: any whole number.
-    stop_token_ids: drawing one of these ends the completion, besides the model folder's
-        end-of-sequence ids.
-    ignore_eos: the folder's end-of-sequence ids do not end the completion.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    n: int = 1
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    first_sample: int = 0
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids)
-        )
-        for name in ("max_tokens", "n", "seed", "top_k", "first_sample"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            _require(whole, f"{name} is {value!r}: use a whole number")
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: use at least 1")
-        fits = self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf
-        _require(
-            fits,
-            f"temperature is {self.temperature}: use 0 (greedy), or {LEAST_TEMPERATURE} or more",
-        )
-        _require(
-            0 < self.top_p <= 1,
-            f"top_p is {self.top_p}: use a number above 0 and up to 1 (1 keeps every token)",
-        )
-        _require(self.top_k >= 0, f"top_k is {self.top_k}: use 0 (keeps every token) or more")
-        _require(self.n >= 1, f"n is {self.n}: use at least 1")
-        _require(self.first_sample >= 0, f"first_sample is {self.first_sample}: use 0 or more")
-
-    @property
-    def filters(self) -> bool:
-        return self.top_p != 1 or self.top_k != 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +32,14 @@ class Completion:
     token_ids: the drawn tokens, the stop token among them; logprobs: of each, at the request's
         temperature, float32 values held exactly; policy_versions: the weights version that drew
         each; finish_reason: "stop", "length" or "abort".
+
+    kept_thresholds: with top_p, top_k or min_p, of each token the float32 threshold of its kept set
+        (`shared_ops.logprob.restricted`); otherwise empty.
+    logit_biases: (first, end, token id, bias): at completion tokens first..end-1 the bias was added
+        to that token's logit before the temperature; -inf banned it.
+    Whoever computes the logprobs again needs both.
+    appended: (first, end) spans of completion tokens that an environment appended; nobody drew
+        them: their logprob is 0 and the loss has to leave them out (`turns` does).
 
     Example: Completion("request-0", 0, (5, 6), (9, 2), (-0.25, -1.5), (3, 3), "stop").
     """
@@ -87,16 +51,77 @@ class Completion:
     logprobs: tuple[float, ...]
     policy_versions: tuple[int, ...]
     finish_reason: str
+    kept_thresholds: tuple[float, ...] = ()
+    logit_biases: tuple[tuple[int, int, int, float], ...] = ()
+    appended: tuple[tuple[int, int], ...] = ()
+    message: str = ""
+
+    @property
+    def is_drawn(self) -> tuple[bool, ...]:
+        """Of each completion token, whether it was drawn: the mask of the loss."""
+        mask = [True] * len(self.token_ids)
+        for first, end in self.appended:
+            mask[first:end] = [False] * (end - first)
+        return tuple(mask)
+
+    def turns(self) -> list[Completion]:
+        """One completion for each run of drawn tokens, whose prompt is all that came before.
+
+        Their logprobs are those of the whole, to the bit. All but the last ended with "stop".
+        """
+        edges = [0, *(edge for span in self.appended for edge in span), len(self.token_ids)]
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        return [self._part(first, end) for first, end in spans if first < end]
+
+    def _part(self, first: int, end: int) -> Completion:
+        biases = (
+            (max(low, first) - first, min(high, end) - first, token, bias)
+            for low, high, token, bias in self.logit_biases
+        )
+        return replace(
+            self,
+            prompt_ids=(*self.prompt_ids, *self.token_ids[:first]),
+            token_ids=self.token_ids[first:end],
+            logprobs=self.logprobs[first:end],
+            policy_versions=self.policy_versions[first:end],
+            finish_reason=self.finish_reason if end == len(self.token_ids) else "stop",
+            kept_thresholds=self.kept_thresholds[first:end],
+            logit_biases=tuple(each for each in biases if each[0] < each[1]),
+            appended=(),
+        )
+
+
+Environment = Callable[[Completion], Sequence[int] | None]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A checked prompt, its parameters, and every token id that ends a completion of it."""
+    """A checked prompt, its parameters, and every token id that ends a completion of it.
+
+    decode: text of token ids, where the parameters name stop strings. environment: after a stop,
+    asked for tokens to append.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     stop_ids: frozenset[int]
+    decode: Decode | None = None
+    environment: Environment | None = None
+
+    def biases_at(self, offset: int) -> list[tuple[int, float]]:
+        """(token id, bias) where completion token `offset` is drawn."""
+        biases = list(self.params.fixed_biases())
+        if offset < self.params.min_tokens:
+            biases += [(token, -math.inf) for token in sorted(self.stop_ids)]
+        return biases
+
+    def biases_of(self, count: int) -> tuple[tuple[int, int, int, float], ...]:
+        """As in `Completion.logit_biases`, of that many tokens."""
+        early = min(count, self.params.min_tokens)
+        fixed = ((0, count, token, bias) for token, bias in self.params.fixed_biases())
+        held = ((0, early, token, -math.inf) for token in sorted(self.stop_ids) if early)
+        return (*fixed, *held)
 
 
 @dataclass(eq=False, slots=True)
@@ -104,7 +129,8 @@ class Sample:
     """One completion under way.
 
     The KV of tokens[:computed] lies in pages; the first full_pages of these are known to the prefix
-    cache, the last of them under the number `chain`.
+    cache, the last of them under the number `chain`. is_private: some of its KV is of older
+    weights, so no page that it fills may become known.
     """
 
     request: Request
@@ -113,6 +139,7 @@ class Sample:
     tokens: array
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    thresholds: list[float] = field(default_factory=list)
     pages: array = field(default_factory=lambda: array(TOKEN_TYPE))
     computed: int = 0
     full_pages: int = 0
@@ -120,20 +147,71 @@ class Sample:
     pending: tuple[int, bytes] | None = None
     awaited: tuple[int, bytes] | None = None
     finish_reason: str | None = None
+    appended: list[tuple[int, int]] = field(default_factory=list)
+    message: str = ""
+    is_private: bool = False
 
     @property
     def remaining(self) -> int:
         """Tokens that are known and whose KV is not computed yet; never 0 between steps."""
         return len(self.tokens) - self.computed
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(
+        self, token: int, logprob: float, version: int, threshold: float = -math.inf
+    ) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
-        if token in self.request.stop_ids:
+        if self.request.params.filters:
+            self.thresholds.append(threshold)
+        if self._is_stopped_by(token):
             self.finish_reason = "stop"
         elif len(self.logprobs) == self.request.params.max_tokens:
             self.finish_reason = "length"
+
+    def fail(self, message: str) -> None:
+        self.finish_reason, self.message = "error", message
+
+    def ask_environment(self, version: int) -> None:
+        """After a stop: go on with what the environment appends, if that leaves room to draw."""
+        environment = self.request.environment
+        if self.finish_reason != "stop" or environment is None:
+            return
+        try:
+            more = tuple(environment(self.completion()) or ())
+        except Exception as error:  # whatever user code raises ends this request alone
+            return self.fail(f"environment: {type(error).__name__}: {error}")
+        first = len(self.logprobs)
+        if not more:
+            return
+        if first + len(more) >= self.request.params.max_tokens:
+            self.finish_reason = "length"
+            return
+        self.finish_reason = None
+        self.tokens.extend(more)
+        self.logprobs += [0.0] * len(more)
+        self.versions += [version] * len(more)
+        self.thresholds += [-math.inf] * (len(more) if self.request.params.filters else 0)
+        self.appended.append((first, first + len(more)))
+
+    def restore(self, completion: Completion) -> None:
+        """Take up where a completion was cut."""
+        self.tokens.extend(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.policy_versions
+        self.thresholds += completion.kept_thresholds
+        self.appended += completion.appended
+
+    def _is_stopped_by(self, token: int) -> bool:
+        request = self.request
+        if len(self.logprobs) < request.params.min_tokens:
+            return False
+        if token in request.stop_ids:
+            return True
+        if not request.params.stop or request.decode is None:
+            return False
+        drawn = self.tokens[len(request.prompt_ids) :]
+        return completes(request.decode, drawn, request.params.stop)
 
     def completion(self) -> Completion:
         prompt_ids = self.request.prompt_ids
@@ -145,6 +223,10 @@ class Sample:
             logprobs=tuple(self.logprobs),
             policy_versions=tuple(self.versions),
             finish_reason=self.finish_reason or "abort",
+            kept_thresholds=tuple(self.thresholds),
+            logit_biases=self.request.biases_of(len(self.logprobs)),
+            appended=tuple(self.appended),
+            message=self.message,
         )
 
 
@@ -160,31 +242,3 @@ def samples_of(request: Request) -> list[Sample]:
         )
         for index in indexes
     ]
-
-
-def checked_prompt(prompt: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    if isinstance(prompt, str):
-        raise RequestError("the prompt is text: pass its token ids")
-    prompt_ids = _whole_numbers(prompt)
-    _require(len(prompt_ids) > 0, "the prompt is empty: pass at least one token id")
-    low, high = min(prompt_ids), max(prompt_ids)
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise RequestError(
-            f"the prompt holds token id {wrong}: the model's ids are 0 to {vocab_size - 1}"
-        )
-    return prompt_ids
-
-
-def _whole_numbers(prompt: Iterable[int]) -> tuple[int, ...]:
-    try:
-        return tuple(array(TOKEN_TYPE, prompt))
-    except (TypeError, OverflowError) as error:
-        raise RequestError(
-            f"the prompt is no list of token ids ({error}): pass whole numbers"
-        ) from None
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise RequestError(message)

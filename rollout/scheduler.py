@@ -15,14 +15,17 @@ Rules.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, InFlight
 from rollout.prefix import Key, PrefixCache
 from rollout.request import Completion, RequestError, Sample
+
+NOT_FINITE = "logits are not finite"
 
 
 class PlanRow(NamedTuple):
@@ -110,17 +113,25 @@ class Scheduler:
         return StepPlan(tuple(row for row in rows if row.count))
 
     def commit(
-        self, plan: StepPlan, tokens: Sequence[int], logprobs: Sequence[float]
+        self,
+        plan: StepPlan,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        thresholds: Sequence[float] | None = None,
     ) -> list[Completion]:
-        """Book a forward; tokens and logprobs are those of the rows that draw, in order."""
-        drawn = iter(zip(tokens, logprobs, strict=True))
+        """Book a forward; tokens, logprobs and thresholds are of the rows that draw, in order.
+
+        A sample whose logprob is not finite ends with an error, without that token.
+        """
+        thresholds = [-math.inf] * len(tokens) if thresholds is None else thresholds
+        drawn = iter(zip(tokens, logprobs, thresholds, strict=True))
         finished: list[Sample] = []
         for row in plan.rows:
             sample, draws = row.sample, row.draws
             sample.computed += row.count
             self.prefix.record(sample)
             if draws:
-                sample.append(*next(drawn), self.version)
+                self._append(sample, *next(drawn))
             if sample.finish_reason:
                 finished.append(sample)
             else:
@@ -133,6 +144,17 @@ class Scheduler:
             finished=len(finished),
         )
         return [sample.completion() for sample in finished]
+
+    def _append(self, sample: Sample, token: int, logprob: float, threshold: float) -> None:
+        if math.isfinite(logprob):
+            sample.append(token, logprob, self.version, threshold)
+            sample.ask_environment(self.version)
+        else:
+            sample.fail(
+                f"{NOT_FINITE} under weights version {self.version}, after"
+                f" {len(sample.tokens)} tokens of {sample.request.request_id}: look for NaN or"
+                " infinity in the weights, or use a dtype of wider range"
+            )
 
     def abort(self, request_id: str) -> list[Completion]:
         """The unfinished samples of a request, ended; none if it is unknown or finished."""
@@ -150,12 +172,24 @@ class Scheduler:
             for sample in sorted(waiting + running, key=lambda sample: sample.index)
         ]
 
-    def change_weights(self, version: int) -> None:
-        """Drop all KV. Unfinished samples keep their tokens and go on under the new version."""
-        while self.running:
-            self._send_back()
+    def change_weights(self, version: int, in_flight: InFlight = "recompute") -> list[Completion]:
+        """Drop the prefix cache. Unfinished samples keep their tokens and go on under the new
+        version, with their KV recomputed or kept, or are aborted and returned."""
+        cut: list[Completion] = []
+        if in_flight == "abort":
+            left = (*self.running, *self.waiting)
+            names = dict.fromkeys(sample.request.request_id for sample in left)
+            cut = [one for name in names for one in self.abort(name)]
+        elif in_flight == "keep":
+            for sample in self.running:
+                self._withdraw(sample)
+                sample.is_private = True
+        else:
+            while self.running:
+                self._send_back()
         self.prefix.drop()
         self.version = version
+        return cut
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shared_ops.logprob.restricted import Restriction, restrict
 from shared_ops.opset import OpSet
 
 
@@ -75,9 +76,16 @@ def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
 
 
 def token_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, vocab_limit: int
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    temperature_T: Tensor,
+    vocab_limit: int,
+    restriction: Restriction | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits_TV = scaled_logits(hidden_TD, head_VD, temperature_T, vocab_limit)
+    if restriction is not None:
+        restrict(logits_TV, temperature_T, restriction, targets_T)
     logprobs_TV = logits_TV.log_softmax(-1)
     entropy_T = -(logprobs_TV.exp() * logprobs_TV.clamp(min=-1e4)).sum(-1)
     return select_logprobs(logits_TV, targets_T), entropy_T

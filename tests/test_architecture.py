@@ -30,7 +30,10 @@ MAY_USE = {
 }
 WITHOUT_TORCH = (
     "rollout.config",
+    "rollout.admission",
+    "rollout.params",
     "rollout.request",
+    "rollout.stops",
     "rollout.pages",
     "rollout.prefix",
     "rollout.scheduler",

@@ -14,7 +14,6 @@ from toy_models import ENTRIES, EOS, VOCABULARY, toy_folder
 
 from rollout import Engine, EngineConfig, EngineError, RequestError, SamplingParams
 from rollout.actor import RolloutActor
-from rollout.sampler import keep_likeliest
 from shared_ops.model.config import ConfigError, ModelConfig
 from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import WeightsError, make_manifest
@@ -172,8 +171,10 @@ def test_generate_that_is_interrupted_leaves_nothing_behind(engine):
     [
         ([1] * 500, SamplingParams(max_tokens=13), "512 positions.*max_tokens"),
         ([1] * 90, SamplingParams(max_tokens=40), "num_pages"),
-        (PROMPT, SamplingParams(max_tokens=4, top_p=0.9), "top_p"),
-        (PROMPT, SamplingParams(max_tokens=4, top_k=5), "top_k"),
+        (PROMPT, SamplingParams(max_tokens=4, stop=("x",)), "decode="),
+        (PROMPT, SamplingParams(max_tokens=4, logit_bias={120: 1.0}), "token id 120"),
+        (PROMPT, SamplingParams(max_tokens=4, banned_token_ids=(-1,)), "token id -1"),
+        (PROMPT, SamplingParams(max_tokens=4, banned_token_ids=range(113)), "every token"),
         ([], SamplingParams(max_tokens=4), "prompt is empty"),
     ],
 )
@@ -289,15 +290,6 @@ def test_trace_refuses_a_position_outside_the_completion(engine):
     for position in (0, 4, 8):
         with pytest.raises(RequestError, match="position"):
             engine.trace(PROMPT, [7, 8, 9], position)
-
-
-def test_kept_set_of_top_p_and_top_k():
-    logits_BV = torch.tensor([[0.5, 0.2, 0.2, 0.1]] * 5).log()
-    filters = [(1.0, 0), (0.6, 0), (1.0, 2), (0.5, 3), (0.01, 0)]
-    kept = keep_likeliest(logits_BV, filters).exp()
-    expected = [[0.5, 0.2, 0.2, 0.1], [0.5, 0.2, 0, 0], [0.5, 0.2, 0, 0], [0.5, 0, 0, 0]]
-    assert torch.equal(kept > 0, torch.tensor([*expected, [0.5, 0, 0, 0]]) > 0)
-    assert torch.equal(kept[0], logits_BV[0].exp())
 
 
 def test_ordinary_engine_draws_from_the_kept_set_and_renormalises(folder):

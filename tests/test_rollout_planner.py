@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.admission import checked_prompt
 from rollout.config import EngineConfig, EngineError
-from rollout.request import Request, RequestError, SamplingParams, checked_prompt, samples_of
+from rollout.request import Request, RequestError, SamplingParams, samples_of
 from rollout.scheduler import Scheduler
 
 STOP = 0

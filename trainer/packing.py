@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared_ops.logprob.restricted import Bias, Restriction
 from trainer.sample import TrainSample
 
 
@@ -27,6 +28,7 @@ class MicroBatch(NamedTuple):
         targets_N: int64, completion tokens.
         temperature_N: float32; 1 where the sample is greedy.
         lengths: completion tokens of each sample, adding up to N.
+        restriction: of the N rows; None where no sample has kept sets or biases.
     """
 
     samples: tuple[int, ...]
@@ -37,6 +39,7 @@ class MicroBatch(NamedTuple):
     targets_N: Tensor
     temperature_N: Tensor
     lengths: list[int]
+    restriction: Restriction | None = None
 
 
 def split_samples(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
@@ -86,7 +89,24 @@ def pack(
         targets_N=integers(targets),
         temperature_N=per_token(chosen, [s.temperature or 1.0 for s in chosen], device),
         lengths=[len(sample.completion_ids) for sample in chosen],
+        restriction=_restriction(chosen, device),
     )
+
+
+def _restriction(samples: Sequence[TrainSample], device: torch.device) -> Restriction | None:
+    if not any(sample.kept_thresholds or sample.logit_biases for sample in samples):
+        return None
+    keep_all = float("-inf")
+    thresholds = [s.kept_thresholds or (keep_all,) * len(s.completion_ids) for s in samples]
+    entries, start = [], 0
+    for sample in samples:
+        for first, end, token, bias in sample.logit_biases:
+            entries += [(start + offset, token, bias) for offset in range(first, end)]
+        start += len(sample.completion_ids)
+    rows, tokens, biases = zip(*entries, strict=True) if entries else ((), (), ())
+    rows_J, tokens_J = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    bias = Bias(rows_J, tokens_J, concatenated([biases], device)) if entries else None
+    return Restriction(concatenated(thresholds, device), bias)
 
 
 def per_token(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LEAST_TEMPERATURE = 1e-6
+OPTIONAL = ("old_logprobs", "kept_thresholds", "logit_biases")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class TrainSample:
         request_id: named in errors.
         old_logprobs: C floats, the trainer's own values under the version that drew each token,
             if it kept them (several optimiser steps on one batch); () otherwise.
+        kept_thresholds: C float32 thresholds of the kept sets that the tokens were drawn from with
+            top-p, top-k or min-p; () otherwise. logit_biases: (first, end, token id, bias), as
+            the sampler applied them. Both as `shared_ops.logprob.restricted` defines them.
 
     Raises:
         ValueError: lengths disagree, something is empty, or a number cannot be meant.
@@ -39,13 +43,16 @@ class TrainSample:
     truncated: bool = False
     request_id: str = ""
     old_logprobs: Sequence[float] = ()
+    kept_thresholds: Sequence[float] = ()
+    logit_biases: Sequence[tuple[int, int, int, float]] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "completion_ids", "behaviour_logprobs", "policy_versions"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
             if not getattr(self, name):
                 raise ValueError(f"{self.name}: {name} is empty; leave the sample out")
-        object.__setattr__(self, "old_logprobs", tuple(self.old_logprobs))
+        for name in OPTIONAL:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_lengths()
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self.name}: advantage is {self.advantage}; it must be finite")
@@ -61,9 +68,9 @@ class TrainSample:
 
     def _check_lengths(self) -> None:
         count = len(self.completion_ids)
-        for name in ("behaviour_logprobs", "policy_versions", "old_logprobs"):
+        for name in ("behaviour_logprobs", "policy_versions", "old_logprobs", "kept_thresholds"):
             length = len(getattr(self, name))
-            if length != count and (length or name != "old_logprobs"):
+            if length != count and (length or name not in OPTIONAL):
                 raise ValueError(
                     f"{self.name}: {name} has {length} entries for {count} completion tokens; "
                     "give one per token"

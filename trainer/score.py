@@ -22,7 +22,12 @@ class Scorer(NamedTuple):
         """float32 log-probabilities [N] and entropies [N] in nats, both differentiable."""
         hidden_ND = self._hidden(batch).index_select(0, batch.rows_N)
         return self.model.ops.token_logprobs(
-            hidden_ND, self.model.head_VD, batch.targets_N, batch.temperature_N, self.vocab_limit
+            hidden_ND,
+            self.model.head_VD,
+            batch.targets_N,
+            batch.temperature_N,
+            self.vocab_limit,
+            batch.restriction,
         )
 
     @torch.no_grad()

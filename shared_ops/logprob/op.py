@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from shared_ops import cuda
-from shared_ops.logprob import reference
+from shared_ops.logprob import reference, restricted
+from shared_ops.logprob.restricted import Restriction
 
 
 def _schedules(x: Tensor) -> ModuleType:
@@ -76,8 +77,31 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden_TD, dhead_VD, None, None, None
 
 
+class _RestrictedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_TD, head_VD, targets_T, temperature_T, vocab_limit, restriction):
+        tensors = hidden_TD, head_VD, targets_T, temperature_T
+        ctx.save_for_backward(*tensors)
+        ctx.rest = vocab_limit, restriction
+        ctx.set_materialize_grads(False)
+        return restricted.forward(_schedules(hidden_TD), *tensors, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad_T, grad_entropy_T = grads
+        if grad_T is None:
+            grad_T = torch.zeros_like(grad_entropy_T)
+        inputs = (_schedules(grad_T), *ctx.saved_tensors, *ctx.rest)
+        return (*restricted.backward(grad_T, grad_entropy_T, *inputs), None, None, None, None)
+
+
 def token_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature_T: Tensor, vocab_limit: int
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    temperature_T: Tensor,
+    vocab_limit: int,
+    restriction: Restriction | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log probabilities of given tokens, without a [T, V] array.
 
@@ -87,8 +111,12 @@ def token_logprobs(
         targets_T: [T] int64, the token that each hidden state predicts.
         temperature_T: [T] float32, above 0.
         vocab_limit: number of vocabulary rows that a token may come from, 1..V.
+        restriction: biases and kept sets that the tokens were drawn under (restricted.py).
 
     Returns:
         float32 [T] log probabilities, and float32 [T] entropies in nats, both differentiable.
     """
-    return _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit)
+    inputs = hidden_TD, head_VD, targets_T, temperature_T, vocab_limit
+    if restriction is not None:
+        return _RestrictedLogprobs.apply(*inputs, restriction)
+    return _TokenLogprobs.apply(*inputs)
