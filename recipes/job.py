@@ -43,6 +43,7 @@ class Job:
             folder.path,
             total_steps=config.steps,
             wandb_mode=config.wandb,
+            tensorboard=config.tensorboard,
             config=dataclasses.asdict(config),
             resume_step=started if folder.resumed else None,
         )

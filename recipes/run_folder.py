@@ -11,7 +11,16 @@ from recipes.settings import RunConfig, SettingError
 
 SETTINGS = "config.json"
 CHECKPOINTS = "checkpoints"
-FREE_TO_CHANGE = {"out", "runtime", "address", "resume", "wandb", "dry_run", "threads"} | {
+FREE_TO_CHANGE = {
+    "out",
+    "runtime",
+    "address",
+    "resume",
+    "wandb",
+    "tensorboard",
+    "dry_run",
+    "threads",
+} | {
     "save_every",
     "keep_checkpoints",
 }

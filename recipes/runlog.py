@@ -27,6 +27,7 @@ from recipes.durable import (
 )
 from recipes.health import complaints
 from recipes.report import draw_curves
+from recipes.tensorboard_log import TensorboardLog
 from recipes.wandb_log import WandbLog
 
 PARITY = (
@@ -45,8 +46,10 @@ class RunLog:
     wandb_mode: "disabled", "offline" or "online". config: the run's settings, for W&B.
     resume_step: None for a new run; else the step that the loaded checkpoint was made after (0:
     none), and all that later steps had written is dropped, so that no step occurs twice.
+    tensorboard: whether to write TensorBoard's files into the folder too.
     Use it as a context manager, or call `finish` or `close`.
-    Raises OutputError for a folder that cannot be written or holds another run, WandbError.
+    Raises OutputError for a folder that cannot be written or holds another run, WandbError,
+    TensorboardError.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class RunLog:
         wandb_mode: str = "disabled",
         config: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
+        tensorboard: bool = False,
     ):
         self.folder, self.total_steps = Path(folder).expanduser().absolute(), total_steps
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -66,6 +70,9 @@ class RunLog:
         self._align_files(resume_step)
         self._console = Console()
         self._wandb = WandbLog(self.folder, wandb_mode, plain(config or {}), self.say)
+        self._sinks: list[WandbLog | TensorboardLog] = [self._wandb]
+        if tensorboard:
+            self._sinks.append(TensorboardLog(self.folder, resume_step, self.say))
         self._console.start_bar(total_steps, self._last_step)
         atexit.register(self.close)
 
@@ -94,7 +101,7 @@ class RunLog:
         append_lines(self.completions_path, rows)
         append_lines(self.metrics_path, [record])
         self._last_step = step
-        self._wandb.log(record, rows)
+        self._send(record, rows)
         self._show(step, record, completions)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -106,7 +113,7 @@ class RunLog:
         others = [row for row in read_lines(self.evaluations_path) if row["step"] != step]
         rows = sorted([*others, record], key=lambda row: row["step"])
         write_text(self.evaluations_path, "".join(map(json_line, rows)))
-        self._wandb.log(record)
+        self._send(record)
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> dict[str, str]:
         """Prints the closing table (own rows and `summary`), draws the picture; name -> path."""
@@ -133,8 +140,13 @@ class RunLog:
     def close(self, exit_code: int = 1) -> None:
         """Ends bar and W&B run of a run that stops early; after `finish` it does nothing."""
         atexit.unregister(self.close)
-        self._wandb.finish(exit_code)
+        for sink in self._sinks:
+            sink.finish(exit_code)
         self._console.close()
+
+    def _send(self, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        for sink in self._sinks:
+            sink.log(record, rows)
 
     def _align_files(self, resume_step: int | None) -> None:
         if resume_step is None and self.metrics_path.exists():
