@@ -32,6 +32,7 @@ SETTINGS = [
     *("--max-tokens", "24", "--updates-per-batch", "2", "--save-every", "2"),
     *("--evaluation.problems", str(HELD_OUT), "--evaluation.every", "1"),
 ]
+DYNAMIC: tuple[str, ...] = ("--filter-groups.enable", "--filter-groups.max-num-gen-batches", "3")
 TIMINGS = ("time/", "step_time", "tokens_per_second/")
 
 
@@ -41,6 +42,7 @@ class Kill:
 
     again: a second target, call and manner, at which the resumed run dies too.
     damage: the newest checkpoint loses a byte between death and resumption.
+    words: settings of this run, and of the one left alone that it is compared with.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Kill:
     how: str = "before"
     again: tuple[str, int, str] | None = None
     damage: bool = False
+    words: tuple[str, ...] = ()
 
 
 KILLS = (
@@ -96,6 +99,16 @@ KILLS = (
         *("recipes.job:Job.end", 1, "before"),
         damage=True,
     ),
+    Kill(
+        "dynamic sampling, between two rounds of a step",
+        *("recipes.task:Task.rewards", 8, "before"),
+        words=DYNAMIC,
+    ),
+    Kill(
+        "dynamic sampling, in the last step's update",
+        *("trainer.trainer:Trainer.step", 11, "after"),
+        words=DYNAMIC,
+    ),
 )
 
 
@@ -132,12 +145,13 @@ def killed_and_resumed(scratch: Path, kill: Kill, out: str) -> None:
     """
     deaths = [(kill.target, kill.call, kill.how), *([kill.again] if kill.again else [])]
     for number, death in enumerate(deaths):
-        code = run(scratch, out, *(("--resume", "auto") if number else ()), kill=death)
+        resume = ("--resume", "auto") if number else ()
+        code = run(scratch, out, *kill.words, *resume, kill=death)
         if code != -signal.SIGKILL:
             raise RuntimeError(f"{kill.name}: exit code {code}, not killed; see {out}.log")
     if kill.damage:
         _damage_newest(scratch / out / "checkpoints")
-    code = run(scratch, out, "--resume", "auto")
+    code = run(scratch, out, *kill.words, "--resume", "auto")
     if code:
         raise RuntimeError(f"{kill.name}: the resumed run ended with {code}; see {out}.log")
 
@@ -167,16 +181,18 @@ def without_timings(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMINGS)} for row in rows]
 
 
-def reference_run(scratch: Path) -> dict[str, Any]:
+def reference_run(scratch: Path, words: tuple[str, ...] = ()) -> dict[str, Any]:
     """The outcome of a run left alone.
 
     Raises:
         RuntimeError: it failed, or is no test: it must learn, and see an epoch's edge and lag.
     """
-    write_data(scratch / "data")
-    if code := run(scratch, "reference"):
-        raise RuntimeError(f"the run left alone ended with {code}; see reference.log")
-    left = outcome(scratch / "reference")
+    out = "dynamic" if words else "reference"
+    if not (scratch / "data").exists():
+        write_data(scratch / "data")
+    if code := run(scratch, out, *words):
+        raise RuntimeError(f"the run left alone ended with {code}; see {out}.log")
+    left = outcome(scratch / out)
     rows = left["metrics"]
     if not all(row["lag/versions_max"] == 1 for row in rows) or not rows[0]["grad_norm"] > 0:
         raise RuntimeError("the run left alone has no gradient or no lag, so it tests nothing")
@@ -197,19 +213,23 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        wanted = reference_run(scratch)
+        wanted = {words: reference_run(scratch, words) for words in ((), DYNAMIC)}
         for number, kill in enumerate(KILLS):
             if only and kill.name not in only:
                 continue
             began = time.perf_counter()
-            differing = compare(scratch, kill, wanted, f"run{number}")
+            differing = compare(scratch, kill, wanted[kill.words], f"run{number}")
             seconds = time.perf_counter() - began
             print(f"{kill.name:<60} {', '.join(differing) or 'equal'}  {seconds:.0f} s", flush=True)
             rows.append({"kill": kill.name, "target": kill.target, "call": kill.call})
             rows[-1] |= {"how": kill.how, "differing": differing}
     if not only:
-        digests = {name: wanted["last checkpoint"][name] for name in wanted["last checkpoint"]}
-        report = {"settings": SETTINGS, "digests": digests, "kills": rows}
+        report = {
+            "settings": SETTINGS,
+            "digests": wanted[()]["last checkpoint"],
+            "dynamic sampling": wanted[DYNAMIC]["last checkpoint"],
+            "kills": rows,
+        }
         RESULTS.write_text(json.dumps(report, indent=1) + "\n")
     return int(any(row["differing"] for row in rows))
 
