@@ -46,6 +46,21 @@ def test_every_sampled_token_is_compared_and_none_differs(finished):
         assert row["sampling/importance_sampling_ratio/max"] == 1.0
 
 
+def test_a_second_run_with_two_threads_gives_the_same_lines_and_weights(finished, tmp_path):
+    import torch
+
+    out, before = tmp_path / "again", torch.get_num_threads()
+    try:
+        assert main([*SMALL, "--threads", "2", "--out", str(out)]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
+        assert without_timings(out / name) == without_timings(finished / name)
+    digests = [f / "checkpoints/step-000003/digests.json" for f in (out, finished)]
+    assert digests[0].read_bytes() == digests[1].read_bytes()
+
+
 def test_a_run_writes_what_it_promises(finished):
     names = {path.name for path in finished.iterdir()}
     assert {"metrics.jsonl", "completions.jsonl", "evaluations.jsonl", "curves.png"} <= names
