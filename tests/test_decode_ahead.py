@@ -114,6 +114,28 @@ def test_an_aborted_request_leaves_the_step_under_way(folder) -> None:
     assert (done[0].token_ids, done[0].logprobs) == (alone[0][0].token_ids, alone[0][0].logprobs)
 
 
+def test_what_an_environment_appends_is_seen_by_the_step_after_next(folder) -> None:
+    params = SamplingParams(max_tokens=40, n=4, stop_token_ids=range(40), ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    given = [
+        engine_of(folder, ahead, page_size=4, num_pages=80).generate(
+            prompts, params, environment=lambda one: (50, 51) if len(one.appended) < 3 else ()
+        )
+        for ahead in (False, True)
+    ]
+    assert given[0] == given[1]
+    assert sum(len(one.appended) for group in given[1] for one in group) >= 16
+
+
+def test_a_failed_request_leaves_the_step_under_way(folder) -> None:
+    engine = engine_of(folder, ahead=True)
+    engine.weights.views()["model.embed_tokens.weight"][7] = float("nan")
+    params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
+    good, bad = engine.generate([[5, 6, 8], [5, 6, 7]], params, on_error="return")
+    assert (good[0].finish_reason, bad[0].finish_reason) == ("length", "error")
+    engine.scheduler.check()
+
+
 def test_filters_are_not_plain() -> None:
     assert is_plain(SamplingParams(max_tokens=5, temperature=0.3, n=2, stop_token_ids=(4,)))
     assert not is_plain(SamplingParams(max_tokens=5, top_k=3))

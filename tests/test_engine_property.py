@@ -1,6 +1,7 @@
 """Bits of the engine under any schedule: what each request gives alone, hypothesis draws the rest.
 
-A script of arrivals, steps, aborts, weight updates in flight and restarts runs under random limits.
+A script of arrivals, steps, aborts, weight updates in flight (with or without abort and resumption)
+and restarts runs under random limits.
 Every completion, finished or cut, is compared with its own run: one request at a time, no prefix
 cache, with the weights changed after the same tokens.
 """
@@ -37,9 +38,9 @@ class Weights:
         first = {name: view.clone() for name, view in engine.weights.views().items()}
         self.sets = [first, {name: tensor * 1.25 for name, tensor in first.items()}]
 
-    def load(self, engine: Engine, version: int) -> list[Completion]:
+    def load(self, engine: Engine, version: int, in_flight="recompute") -> list[Completion]:
         tensors = self.sets[version % 2]
-        return engine.load_weights(make_manifest(version, tensors), tensors) or []
+        return engine.load_weights(make_manifest(version, tensors), tensors, in_flight)
 
 
 class Alone:
@@ -88,6 +89,7 @@ def assert_as_alone(alone: Alone, one: Completion, params: SamplingParams) -> in
     assert torch.equal(torch.tensor(one.token_ids), torch.tensor(whole.token_ids[:count]))
     drawn, wanted = (torch.tensor(c.logprobs[:count], dtype=torch.float32) for c in (one, whole))
     assert drawn.isfinite().all()
+    assert one.kept_thresholds == whole.kept_thresholds[:count]
     assert torch.equal(drawn.view(torch.int32), wanted.view(torch.int32))
     return count
 
@@ -107,6 +109,8 @@ additions = st.tuples(
         SamplingParams,
         max_tokens=st.sampled_from([10, 7, 4, 1]),
         temperature=st.sampled_from(TEMPERATURES),
+        top_p=st.sampled_from([1.0, 0.8]),
+        min_tokens=st.sampled_from([0, 1]),
         n=st.integers(1, 3),
         first_sample=st.integers(0, 2),
         seed=st.integers(0, 1),
@@ -119,6 +123,7 @@ operations = st.lists(
         st.tuples(st.just("step"), st.integers(1, 8)),
         st.tuples(st.just("abort"), st.integers(0, 7)),
         st.tuples(st.just("weights")),
+        st.tuples(st.just("cut")),
         st.tuples(st.just("restart")),
     ),
     max_size=12,
@@ -146,6 +151,10 @@ class Run:
             return self.engine.abort(names[arguments[0] % len(names)]) if names else []
         elif operation == "weights":
             return self.weights.load(self.engine, self.engine.version + 1)
+        elif operation == "cut":
+            for one in self.weights.load(self.engine, self.engine.version + 1, "abort"):
+                pair = self.asked[one.request_id]
+                self.asked[self.engine.resume(one, pair[1])] = pair
         else:
             return [one for _ in range(arguments[0]) for one in self.engine.step()]
         return []
