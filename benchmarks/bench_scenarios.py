@@ -247,7 +247,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 if a scenario differs, or if the control does not."""
-    given = parsed(arguments)
+    given, at = parsed(arguments), commit()
     config = EngineConfig(device=given.device, dtype=given.dtype, page_size=PAGE)
     vocabulary = Engine(given.model, config).vocab_limit
     bench = Bench(given.model, config, *catalogue(vocabulary, given.scale), [])
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = {"device": given.device, "dtype": given.dtype, "torch": torch.__version__}
         if given.device != "cpu":
             where["device"] = torch.cuda.get_device_name()
-        result = {**where, "commit": commit(), "model": given.model.name, "rows": rows}
+        result = {**where, "commit": at, "model": given.model.name, "rows": rows}
         given.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if good else 1
 

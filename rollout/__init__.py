@@ -11,11 +11,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rollout.async_engine import AsyncEngine
     from rollout.config import EngineConfig, EngineError
     from rollout.engine import Engine
     from rollout.request import Completion, RequestError, SamplingParams
 
 _HOMES = {
+    "AsyncEngine": "rollout.async_engine",
     "Completion": "rollout.request",
     "Engine": "rollout.engine",
     "EngineConfig": "rollout.config",
@@ -24,7 +26,15 @@ _HOMES = {
     "SamplingParams": "rollout.request",
 }
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EngineError", "RequestError", "SamplingParams"]
+__all__ = [
+    "AsyncEngine",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "RequestError",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str) -> object:

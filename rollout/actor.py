@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout.config import EngineConfig
-from rollout.request import Completion, SamplingParams
+from rollout.admission import one_each
+from rollout.config import EngineConfig, InFlight
+from rollout.request import Completion, Environment, SamplingParams
+from rollout.stops import Decode
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +23,11 @@ class RolloutActor:
     """The engine's methods as remote calls; arguments and results are plain data and tensors."""
 
     def __init__(
-        self, model_folder: str | Path, config: EngineConfig, num_threads: int | None = None
+        self,
+        model_folder: str | Path,
+        config: EngineConfig,
+        num_threads: int | None = None,
+        decode: Decode | None = None,
     ) -> None:
         """num_threads: torch's threads in this process; None leaves them as they are."""
         import torch
@@ -29,7 +36,7 @@ class RolloutActor:
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self.engine = Engine(model_folder, config)
+        self.engine = Engine(model_folder, config, decode)
 
     def generate(
         self,
@@ -38,8 +45,10 @@ class RolloutActor:
     ) -> list[list[Completion]]:
         return self.engine.generate(prompts, params)
 
-    def load_weights(self, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-        self.engine.load_weights(manifest, tensors)
+    def load_weights(
+        self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
+    ) -> list[Completion]:
+        return self.engine.load_weights(manifest, tensors, in_flight)
 
     def weights_digest(self) -> str:
         return self.engine.weights_digest()
@@ -67,8 +76,38 @@ class RolloutActor:
         return self.engine.trace(prompt_ids, token_ids, position, temperature)
 
 
-def remote_class(**options: Any) -> Any:
-    """RolloutActor as a Ray actor class; options as for `ray.remote` (num_cpus, num_gpus, ...)."""
+class AsyncRolloutActor(RolloutActor):
+    """Accepts requests while it steps: as a Ray actor, calls of `generate` run beside each other,
+    and weights are loaded between two steps of all of them."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        """As RolloutActor."""
+        from rollout.async_engine import AsyncEngine
+
+        super().__init__(*arguments, **settings)
+        self.front = AsyncEngine(self.engine)
+
+    async def generate(  # type: ignore[override]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        environment: Environment | None = None,
+    ) -> list[list[Completion]]:
+        """As Engine.generate with on_error="return"; a prompt that is refused starts none."""
+        pairs = list(zip(prompts, one_each(params, len(prompts)), strict=True))
+        for prompt, each in pairs:
+            self.engine.check_request(prompt, each)
+        calls = (self.front.generate(prompt, each, environment) for prompt, each in pairs)
+        return list(await asyncio.gather(*calls))
+
+    async def load_weights(  # type: ignore[override]
+        self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
+    ) -> list[Completion]:
+        return await self.front.load_weights(manifest, tensors, in_flight)
+
+
+def remote_class(actor: type[RolloutActor] = RolloutActor, **options: Any) -> Any:
+    """An actor as a Ray actor class; options as for `ray.remote` (num_cpus, num_gpus, ...)."""
     import ray
 
-    return ray.remote(**options)(RolloutActor) if options else ray.remote(RolloutActor)
+    return ray.remote(**options)(actor) if options else ray.remote(actor)

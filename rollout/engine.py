@@ -159,6 +159,10 @@ class Engine:
         """
         return self._queue(self._request(prompt, params, environment))
 
+    def check_request(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """RequestError where `add_request` would refuse; nothing is queued."""
+        self._request(prompt, params)
+
     def resume(
         self,
         completion: Completion,
