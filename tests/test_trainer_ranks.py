@@ -88,4 +88,6 @@ def test_two_ranks_take_the_step_of_one(tmp_path):
 if __name__ == "__main__":
     config = TrainerConfig(**SETTINGS)
     group_size, own_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    print(json.dumps(take_steps(Trainer(sys.argv[1], config), own_rank, group_size)))
+    own = Trainer(sys.argv[1], config)
+    print(json.dumps(take_steps(own, own_rank, group_size)))
+    own.ranks.wait()

@@ -3,6 +3,8 @@
 Sums over ranks go left to right in rank order, so that they are equal from run to run.
 """
 
+import atexit
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,9 @@ class Ranks:
         if self.count > 1 and chosen.type == "cuda":
             self.device = torch.device("cuda", state.local_process_index)
         self._wait = state.wait_for_everyone
+        if self.count > 1:
+            # A group that still stands at exit can abort the process from one of its threads.
+            atexit.register(state.destroy_process_group)
 
     def wait(self) -> None:
         """Until every rank is here."""
