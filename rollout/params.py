@@ -104,8 +104,8 @@ class SamplingParams:
 
     def fixed_biases(self) -> tuple[tuple[int, float], ...]:
         """(token id, bias) of every token, banned ones included."""
-        banned = tuple((token, -math.inf) for token in self.banned_token_ids)
-        return (*_sorted_pairs(self.logit_bias), *banned)
+        assert isinstance(self.logit_bias, tuple)  # since __post_init__
+        return (*self.logit_bias, *((token, -math.inf) for token in self.banned_token_ids))
 
 
 def _sorted_pairs(

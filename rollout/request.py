@@ -109,11 +109,11 @@ class Request:
     decode: Decode | None = None
     environment: Environment | None = None
 
-    def biases_at(self, offset: int) -> list[tuple[int, float]]:
+    def biases_at(self, offset: int) -> tuple[tuple[int, float], ...]:
         """(token id, bias) where completion token `offset` is drawn."""
-        biases = list(self.params.fixed_biases())
+        biases = self.params.fixed_biases()
         if offset < self.params.min_tokens:
-            biases += [(token, -math.inf) for token in sorted(self.stop_ids)]
+            biases += tuple((token, -math.inf) for token in sorted(self.stop_ids))
         return biases
 
     def biases_of(self, count: int) -> tuple[tuple[int, int, int, float], ...]:
