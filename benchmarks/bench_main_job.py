@@ -27,13 +27,15 @@ def run(mode: str, steps: int) -> dict[str, float]:
         command = [sys.executable, "-m", "recipes.grpo_gsm8k", *words]
         subprocess.run(command, cwd=PROJECT, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    medians = {name: statistics.median(row[name] for row in rows[1:]) for name in COLUMNS}
+    medians: dict[str, float] = {
+        name: statistics.median(row[name] for row in rows[1:]) for name in COLUMNS
+    }
     counts = ("parity/tokens_compared", "parity/tokens_differing")
-    return medians | {name: sum(row[name] for row in rows) for name in counts}
+    return medians | {name: float(sum(row[name] for row in rows)) for name in counts}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The main job, exact and with ordinary ops")
     parser.add_argument("--steps", type=int, default=8)
     steps = max(2, parser.parse_args(arguments).steps)
     results = {mode: run(mode, steps) for mode in ("bitwise", "none")}

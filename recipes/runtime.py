@@ -176,7 +176,7 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
     gpus = _gpus_per_side(config)
     _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
     threads = _threads(config, model_folder)
-    options = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
+    options: dict[str, Any] = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
     rollout = rollout_class(**options).remote(str(model_folder), config.rollout, threads)
     trainer = trainer_class(**options).remote(str(model_folder), config.trainer, threads)
     sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
