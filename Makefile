@@ -9,7 +9,7 @@ run: ; python3 bootstrap.py run
 check:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 test: ; python3 bootstrap.py test
 
