@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rollout.stops import Decode
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rollout.async_engine import Piece
     from shared_ops.attest import Report
     from shared_ops.model.weights import Manifest
 
@@ -77,8 +78,9 @@ class RolloutActor:
 
 
 class AsyncRolloutActor(RolloutActor):
-    """Accepts requests while it steps: as a Ray actor, calls of `generate` run beside each other,
-    and weights are loaded between two steps of all of them."""
+    """Accepts requests while it steps. As a Ray actor, calls of `generate`, `resume` and `stream`
+    run beside each other, up to max_concurrency; whatever else touches the engine, `load_weights`
+    above all, runs between two steps of all of them. Cancelling a call aborts its requests."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         """As RolloutActor."""
@@ -104,6 +106,43 @@ class AsyncRolloutActor(RolloutActor):
         self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
     ) -> list[Completion]:
         return await self.front.load_weights(manifest, tensors, in_flight)
+
+    async def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        environment: Environment | None = None,
+    ) -> AsyncIterator[Piece]:
+        """Tokens as they are drawn; through Ray, an iterator of references to pieces."""
+        async for piece in self.front.stream(prompt, params, environment):
+            yield piece
+
+    async def resume(
+        self,
+        completion: Completion,
+        params: SamplingParams,
+        environment: Environment | None = None,
+    ) -> Completion:
+        return await self.front.resume(completion, params, environment)
+
+    async def weights_digest(self) -> str:  # type: ignore[override]
+        return await self.front.between_steps(super().weights_digest)
+
+    async def attest(self) -> Report:  # type: ignore[override]
+        return await self.front.between_steps(super().attest)
+
+    async def stats(self) -> dict[str, float]:  # type: ignore[override]
+        return await self.front.between_steps(super().stats)
+
+    async def trace(  # type: ignore[override]
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        position: int,
+        temperature: float = 1.0,
+    ) -> dict[str, Tensor]:
+        run = super().trace
+        return await self.front.between_steps(run, prompt_ids, token_ids, position, temperature)
 
 
 def remote_class(actor: type[RolloutActor] = RolloutActor, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,11 +71,27 @@ class AsyncEngine:
         environment: Environment | None = None,
     ) -> AsyncIterator[Piece]:
         """Tokens as they are drawn. Raises as `generate` does."""
+        add = partial(self.engine.add_request, prompt, params, environment)
+        async for piece in self._followed(add, params.n):
+            yield piece
+
+    async def resume(
+        self,
+        completion: Completion,
+        params: SamplingParams,
+        environment: Environment | None = None,
+    ) -> Completion:
+        """Go on with an aborted completion, as `Engine.resume`; the whole of it."""
+        add = partial(self.engine.resume, completion, params, environment)
+        (done,) = [one.completion async for one in self._followed(add, 1) if one.completion]
+        return done
+
+    async def _followed(self, add: Callable[[], str], left: int) -> AsyncIterator[Piece]:
+        """The pieces of the request that `add` makes, until so many samples have ended."""
         queue: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
         async with self._lock:
-            name = self.engine.add_request(prompt, params, environment)
+            name = add()
             self._queues[name] = queue
-        left = params.n
         try:
             self._start()
             while left:
@@ -93,7 +110,7 @@ class AsyncEngine:
         self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
     ) -> list[Completion]:
         """Between two steps, as `Engine.load_weights`; who waits for what it aborts receives it."""
-        cut = await self._call(self.engine.load_weights, manifest, tensors, in_flight)
+        cut = await self.between_steps(self.engine.load_weights, manifest, tensors, in_flight)
         self._deliver(cut)
         return cut
 
@@ -101,10 +118,17 @@ class AsyncEngine:
         """End the engine's thread; nobody may wait for a completion."""
         self._executor.shutdown()
 
-    async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def between_steps(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What the function returns, called in the engine's thread while no step runs."""
         async with self._lock:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, function, *arguments)
+            work = loop.run_in_executor(self._executor, function, *arguments)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # The thread goes on; nobody else may touch the engine before it is through.
+                await asyncio.wait([work])
+                raise
 
     def _start(self) -> None:
         if self._stepper is None or self._stepper.done():
@@ -113,7 +137,7 @@ class AsyncEngine:
     async def _step_on(self) -> None:
         while self._queues:
             try:
-                done = await self._call(self.engine.step)
+                done = await self.between_steps(self.engine.step)
             except Exception as error:
                 for queue in self._queues.values():
                     queue.put_nowait(error)

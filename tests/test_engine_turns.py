@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -226,6 +229,69 @@ def test_the_async_actor_answers_as_an_engine(folder):
     for got, other in ((first, wanted), (second, wanted[:1])):
         assert [one.token_ids for (one,) in got] == [one.token_ids for (one,) in other]
         assert differing(drawn([one for (one,) in got]), drawn([one for (one,) in other])) == 0
+
+
+class Guarded(Engine):
+    """An engine that notices a second caller."""
+
+    def __init__(self, *arguments) -> None:
+        self.inside = self.overlaps = 0
+        self.entered: set[str] = set()
+        super().__init__(*arguments)
+
+    def __getattribute__(self, name: str):
+        value = super().__getattribute__(name)
+        if name not in ("step", "load_weights", "weights_digest", "stats", "trace", "abort"):
+            return value
+        return partial(self._counted, name, value)
+
+    def _counted(self, name: str, method, *arguments):
+        nested = name == "weights_digest" and self.inside == 1  # load_weights takes it itself
+        self.overlaps += bool(self.inside) and not nested
+        self.inside += 1
+        self.entered.add(name)
+        try:
+            time.sleep(0.001)  # lets another thread in, if one is let
+            return method(*arguments)
+        finally:
+            self.inside -= 1
+
+
+def test_nothing_touches_the_engine_while_it_steps(folder, monkeypatch):
+    monkeypatch.setattr("rollout.engine.Engine", Guarded)
+
+    async def run():
+        actor = AsyncRolloutActor(folder, EngineConfig())
+        engine = actor.engine
+        tensors = {name: view.clone() for name, view in engine.weights.views().items()}
+        call = asyncio.create_task(actor.generate([PROMPT, [5]], LONG))
+        leaves = asyncio.create_task(actor.generate([PROMPT], replace(LONG, max_tokens=400)))
+        while not call.done():
+            await asyncio.gather(actor.stats(), actor.trace(PROMPT, [5], 5))
+            await actor.load_weights(make_manifest(1, tensors), tensors)
+        long = actor.front.between_steps(engine._counted, "long", time.sleep, 0.05)
+        cancelled = [asyncio.create_task(long), leaves]
+        while "long" not in engine.entered:
+            await asyncio.sleep(0)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        return engine
+
+    engine = asyncio.run(run())
+    assert engine.overlaps == 0
+    methods = {"step", "load_weights", "weights_digest", "stats", "trace", "abort"}
+    assert engine.entered == {*methods, "long"}
+
+
+def test_the_guard_sees_a_second_caller(folder):
+    engine = Guarded(folder)
+    engine.add_request(PROMPT, LONG)
+    other = threading.Thread(target=lambda: [engine.stats() for _ in range(20)])
+    other.start()
+    while other.is_alive():
+        engine.step()
+    assert engine.overlaps
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
