@@ -30,12 +30,13 @@ def columns(seed: int = 0) -> Columns:
     """Log-probabilities whose ratios fall inside and outside every clip width in use."""
     generator = torch.Generator().manual_seed(seed)
     now = -3 * torch.rand(TOKENS, generator=generator) - 0.01
-    noise = [torch.randn(TOKENS, generator=generator) for _ in range(3)]
+    noise = [torch.randn(TOKENS, generator=generator) for _ in range(4)]
     return {
         "now": now,
         "behaviour": now + 0.5 * noise[0],
         "old": now + 0.3 * noise[1],
         "reference": now + 0.4 * noise[2],
+        "proximal": now + 0.2 * noise[3],
         "entropy": 2 * torch.rand(TOKENS, generator=generator),
     }
 
@@ -62,17 +63,20 @@ def policy_terms(config: TrainerConfig, now: Tensor, old: Tensor, advantage: flo
 
 
 def weights_of(config: TrainerConfig, log_ratio: Tensor) -> list[float]:
+    scheme = config.lag_correction if config.mode == "bitwise" else config.mode
+    if scheme in ("ppo", "none"):
+        return [1.0] * len(log_ratio)
     logs = log_ratio.double().tolist()
     if config.correction_level != "token":
         total = math.fsum(logs)
         total = total if config.correction_level == "sequence" else total / len(logs)
         logs = [total] * len(logs)
     ratios = [math.exp(min(max(log, -20.0), 20.0)) for log in logs]
-    if config.mode == "tis":
+    if scheme == "tis":
         return [min(ratio, config.tis_cap) for ratio in ratios]
-    if config.mode == "mis":
+    if scheme == "mis":
         return [r if config.mis_low <= r <= config.mis_high else 0.0 for r in ratios]
-    return [1.0] * len(ratios)
+    return ratios
 
 
 def reference_loss(config: TrainerConfig, now: Tensor, entropy: Tensor, data: Columns) -> Tensor:
@@ -80,9 +84,10 @@ def reference_loss(config: TrainerConfig, now: Tensor, entropy: Tensor, data: Co
     for span, advantage, masked in zip(spans(), ADVANTAGES, MASKED, strict=True):
         if masked and config.mask_truncated:
             continue
-        behaviour, kept = data["behaviour"][span].to(dtype), data["old"][span].to(dtype)
-        old = behaviour if config.mode == "bitwise" else kept
-        weight = torch.tensor(weights_of(config, kept - behaviour), dtype=dtype)
+        behaviour, scored = data["behaviour"][span].to(dtype), data[scored_by(config)][span]
+        scored = scored.to(dtype)
+        old = behaviour if config.mode == "bitwise" and config.lag_correction == "ppo" else scored
+        weight = torch.tensor(weights_of(config, scored - behaviour), dtype=dtype)
         terms = weight * policy_terms(config, now[span], old, advantage)
         if config.beta:
             log_ratio = data["reference"][span].to(dtype) - now[span]
@@ -90,6 +95,11 @@ def reference_loss(config: TrainerConfig, now: Tensor, entropy: Tensor, data: Co
         terms = terms - config.entropy_coefficient * entropy[span]
         total = total + terms.sum() / denominator(config, len(terms))
     return total
+
+
+def scored_by(config: TrainerConfig) -> str:
+    """Whose values stand between behaviour and now: the drawing version's, or the batch's first."""
+    return "proximal" if config.mode == "bitwise" else "old"
 
 
 def denominator(config: TrainerConfig, length: int) -> float:
@@ -126,6 +136,7 @@ def sum_of_micro_batches(
             lengths=lengths,
             behaviour_N=data["behaviour"][span],
             kept_N=data["old"][span],
+            proximal_N=data["proximal"][span],
             age_N=torch.ones(sum(lengths), dtype=torch.int64),
             advantage_N=spread(ADVANTAGES[batch.start : batch.stop], lengths),
             counts_N=spread(counts, lengths).bool(),
@@ -156,6 +167,15 @@ CASES: dict[str, dict[str, Any]] = {
     "cispo": {"loss": "cispo", "cispo_cap": 1.2},
     "reference": {"beta": 0.3, "mask_truncated": True},
     "entropy bonus": {"entropy_coefficient": 0.2, "mask_truncated": True},
+    "decoupled": {"lag_correction": "decoupled"},
+    "decoupled gspo": {"lag_correction": "decoupled", "loss": "gspo", "clip_high": 0.02},
+    "lag tis token": {"lag_correction": "tis", "tis_cap": 1.1},
+    "lag tis sequence": {"lag_correction": "tis", "correction_level": "sequence", "tis_cap": 1.2},
+    "lag mis token": {"lag_correction": "mis", "mis_low": 0.8, "mis_high": 1.3},
+    "lag mis geometric": {
+        **{"lag_correction": "mis", "correction_level": "geometric"},
+        **{"mis_low": 0.9, "mis_high": 1.1},
+    },
     "none": {"mode": "none"},
     "tis token": {"mode": "tis", "tis_cap": 1.1},
     "tis sequence": {"mode": "tis", "correction_level": "sequence"},

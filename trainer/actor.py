@@ -46,6 +46,11 @@ class TrainerActor:
     def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         return self.trainer.with_old_logprobs(samples)
 
+    def with_lag_proof(
+        self, samples: Sequence[TrainSample], share: float = 1.0, seed: int = 0
+    ) -> list[TrainSample]:
+        return self.trainer.with_lag_proof(samples, share, seed)
+
     def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
         from trainer.publish import own_storage
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 Mode = Literal["bitwise", "none", "tis", "mis"]
 Level = Literal["token", "sequence", "geometric"]
+LagCorrection = Literal["ppo", "decoupled", "tis", "mis"]
+Place = Literal["device", "cpu", "disk"]
 Loss = Literal["grpo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 Advantage = Literal["group", "centered", "batch", "rloo"]
@@ -26,6 +28,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("bitwise", "none", "tis", "mis"),
+    "lag_correction": ("ppo", "decoupled", "tis", "mis"),
+    "keep_versions_on": ("device", "cpu", "disk"),
     "correction_level": ("token", "sequence", "geometric"),
     "loss": ("grpo", "gspo", "cispo"),
     "aggregation": ("token", "sequence", "constant"),
@@ -49,6 +53,9 @@ class TrainerConfig:
         exact: False takes torch's ordinary ops, for negative controls only.
         mode: "bitwise" stops on any differing bit; the others are for comparison and only log
             (trainer/correction.py has the definitions).
+        lag_correction: what corrects for samples of older weights in bitwise mode: "ppo" clips
+            the ratio to the policy that drew them, "decoupled", "tis" and "mis" clip the ratio to
+            the policy that the batch's first update found, and weigh by how far that one had moved.
         correction_level: "token", "sequence" or "geometric" weights of tis and mis.
         tis_cap: C in min(rho, C).
         mis_low, mis_high: mis keeps rho inside them and sets the weight to 0 outside
@@ -74,6 +81,9 @@ class TrainerConfig:
         beta1, beta2, epsilon, weight_decay: AdamW; decay spares vectors (norms and biases).
         max_grad_norm: gradients are scaled down to it; 0 leaves them as they are.
         micro_batch_tokens: budget of one forward and backward, in packed tokens.
+        keep_versions: published versions of the weights that are kept (in dtype), so that stale
+            tokens can be scored under the version that drew them; 0 keeps none.
+        keep_versions_on: "device", "cpu" (host memory) or "disk" (a temporary folder).
     """
 
     device: str = "cpu"
@@ -81,6 +91,7 @@ class TrainerConfig:
     exact: bool = True
 
     mode: Mode = "bitwise"
+    lag_correction: LagCorrection = "ppo"
     correction_level: Level = "token"
     tis_cap: float = 2.0
     mis_low: float = 0.5
@@ -109,6 +120,8 @@ class TrainerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 8192
+    keep_versions: int = 0
+    keep_versions_on: Place = "cpu"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -121,7 +134,14 @@ class TrainerConfig:
 
 
 def _check_ranges(config: TrainerConfig) -> None:
-    zero_up = ("warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta")
+    zero_up = (
+        "warmup_steps",
+        "keep_versions",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "beta",
+    )
     for name in (*zero_up, "mis_low", "clip_high"):
         _require(config, name, getattr(config, name) >= 0, "0 or more")
     for name in ("micro_batch_tokens", "epsilon", "tis_cap", "cispo_cap"):
@@ -147,6 +167,11 @@ def _check_pairs(config: TrainerConfig) -> None:
     if config.mis_low >= config.mis_high:
         raise TrainerConfigError(
             f"mis_low is {config.mis_low} and mis_high {config.mis_high}; mis_low must be smaller"
+        )
+    if config.mode != "bitwise" and config.lag_correction != "ppo":
+        raise TrainerConfigError(
+            f"lag_correction is {config.lag_correction!r} in mode {config.mode!r}, whose weight "
+            "corrects mismatch; use mode 'bitwise', or lag_correction 'ppo'"
         )
     if config.aggregation == "constant" and config.max_completion_tokens is None:
         raise TrainerConfigError(

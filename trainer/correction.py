@@ -1,19 +1,30 @@
 """Importance weights, and what they are for.
 
 log pi_behaviour is what the sampler drew with, log pi_old the trainer's value under the same
-version of the weights, log pi_theta the trainer's value now. log(pi_old / pi_behaviour) is
-mismatch, log(pi_theta / pi_old) is lag.
+version of the weights, log pi_prox its value under the version that the batch's first update found,
+log pi_theta its value now. log(pi_old / pi_behaviour) is mismatch; log(pi_theta / pi_old) is lag.
 
-* `bitwise`: mismatch is proved to be 0, so pi_old = pi_behaviour; the policy ratio of the loss is
-  exp(log pi_theta - log pi_behaviour), lag alone, exactly 1 on fresh tokens. No other weight.
-* `none`: the policy ratio is exp(log pi_theta - log pi_old) and mismatch goes uncorrected.
-* `tis`: the same ratio, and the loss is multiplied by min(rho, C), rho = pi_old / pi_behaviour
-  (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy training").
-* `mis`: the same, multiplied by rho inside [low, high] and by 0 outside (token level is IcePop,
-  Ling Team 2025; sequence level is TRL's default "sequence_mask" at [0, 3]).
+In mode `bitwise` mismatch is proved to be 0, so pi_old = pi_behaviour, and `lag_correction` says
+what corrects lag. All four are exactly 1 on fresh tokens:
+
+* `ppo`: the policy ratio of the loss is pi_theta / pi_behaviour, clipped; no other weight (Schulman
+  et al. 2017).
+* `decoupled`: the policy ratio is pi_theta / pi_prox, clipped, and the loss is multiplied by
+  rho = pi_prox / pi_behaviour (Hilton et al. 2022, "Batch size-invariance for policy
+  optimization").
+* `tis`: as decoupled, with min(rho, C). `mis`: with rho inside [low, high] and 0 outside.
+
+The other modes compare. Their policy ratio is pi_theta / pi_old, and rho = pi_old / pi_behaviour:
+
+* `none`: mismatch goes uncorrected.
+* `tis`: the loss is multiplied by min(rho, C) (Yao et al. 2025, "Your efficient RL framework
+  secretly brings you off-policy training").
+* `mis`: by rho inside [low, high] and by 0 outside (token level is IcePop, Ling Team 2025; sequence
+  level is TRL's default "sequence_mask" at [0, 3]).
 
 Where a sample keeps no old_logprobs, log pi_old is log pi_theta without its gradient: true for
-fresh tokens, and otherwise the weight takes the lag as well.
+fresh tokens, and otherwise the weight takes the lag as well. Where it keeps no proximal_logprobs,
+log pi_prox is that too: true at the first update of a batch.
 
 Levels: `token` rho_t; `sequence` exp(sum of log rho over the completion), which explodes with
 length; `geometric` exp(mean of log rho). Every token of a completion gets the same weight at the
@@ -35,7 +46,7 @@ class Correction(NamedTuple):
 
     Attributes:
         weight_T: float32, what the token loss is multiplied by.
-        ratio_T: float32, rho before it was clamped or masked (in bitwise mode, the lag ratio).
+        ratio_T: float32, rho before it was clamped or masked (with "ppo", the lag ratio).
         limited_T: bool, the weight is not rho: clamped by C, or outside [low, high].
     """
 
@@ -44,26 +55,35 @@ class Correction(NamedTuple):
     limited_T: Tensor
 
 
+def scheme(config: TrainerConfig) -> str:
+    """What is corrected with: "ppo" or "decoupled" (lag), "none", "tis" or "mis"."""
+    return config.lag_correction if config.mode == "bitwise" else config.mode
+
+
 def correct(config: TrainerConfig, log_ratio_T: Tensor, lengths: list[int]) -> Correction:
-    """Weights of the configured mode.
+    """Weights of the configured scheme.
 
     Args:
-        config: mode, correction_level, tis_cap, mis_low, mis_high.
-        log_ratio_T: [T] float32, log rho of each token; in bitwise mode log(pi_theta /
-            pi_behaviour), which is only reported.
+        config: mode, lag_correction, correction_level, tis_cap, mis_low, mis_high.
+        log_ratio_T: [T] float32, log rho of each token; with "ppo" log(pi_theta / pi_behaviour),
+            which is only reported.
         lengths: tokens of each completion, adding up to T.
 
     Returns:
         The weights.
     """
-    level = config.correction_level if config.mode in ("tis", "mis") else "token"
+    name = scheme(config)
+    level = "token" if name in ("ppo", "none") else config.correction_level
     ratio_T = bounded_exp(at_level(log_ratio_T.detach(), lengths, level))
-    if config.mode == "tis":
+    nothing_T = torch.zeros_like(ratio_T).bool()
+    if name == "decoupled":
+        return Correction(ratio_T, ratio_T, nothing_T)
+    if name == "tis":
         return Correction(ratio_T.clamp(max=config.tis_cap), ratio_T, ratio_T > config.tis_cap)
-    if config.mode == "mis":
+    if name == "mis":
         outside_T = (ratio_T < config.mis_low) | (ratio_T > config.mis_high)
         return Correction(torch.where(outside_T, 0.0, ratio_T), ratio_T, outside_T)
-    return Correction(torch.ones_like(ratio_T), ratio_T, torch.zeros_like(ratio_T).bool())
+    return Correction(torch.ones_like(ratio_T), ratio_T, nothing_T)
 
 
 def at_level(log_ratio_T: Tensor, lengths: list[int], level: str) -> Tensor:

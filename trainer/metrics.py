@@ -26,7 +26,7 @@ class TokenLog(NamedTuple):
     Attributes:
         logprob: float32, log pi_theta.
         behaviour: float32, what the sampler drew with.
-        kept: float32, old_logprobs of the sample, NaN where it has none.
+        kept: float32, old_logprobs of the sample, NaN where it has no value.
         age: int64, versions since the token was drawn.
         counts: bool, in the loss.
         entropy: float32, nats.
@@ -125,7 +125,8 @@ def summarise(log: TokenLog, parity: Parity, ranks: Ranks) -> dict[str, float]:
     """Means and extremes over every rank, by public name (the glossary is in docs).
 
     Means are over the tokens in the loss, except: parity, `sampling/sampling_logp_difference` and
-    `training/rollout_probs_diff` over fresh tokens, `lag` over all, `kl/lag` over stale ones.
+    `training/rollout_probs_diff` over fresh tokens, `lag` over all, `kl/lag` over stale ones,
+    `kl/mismatch` over those whose own version's value is known.
     """
     sums = _sums(log)
     total = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
@@ -139,8 +140,9 @@ def summarise(log: TokenLog, parity: Parity, ranks: Ranks) -> dict[str, float]:
         "parity/lag_rescored_compared": parity.rescored_compared,
         "parity/lag_rescored_differing": parity.rescored_differing,
         "loss": total["loss"],
-        **_means(total),
+        **_means(total, parity),
         **top,
+        **_lag_counts(log, int(top["lag/versions_max"]), ranks),
         "sampling/importance_sampling_ratio/min": -top["sampling/importance_sampling_ratio/min"],
     }
 
@@ -150,7 +152,9 @@ def _where(mask: Tensor, values: Tensor) -> float:
 
 
 def _sums(log: TokenLog) -> dict[str, float]:
-    counts, fresh, stale = log.counts, log.age == 0, log.age > 0
+    counts, stale = log.counts, log.age > 0
+    fresh, rescored, own = _proved(log)
+    drew = torch.where(rescored, own, log.behaviour)
     return {
         "counted": float(counts.sum()),
         "fresh": float(fresh.sum()),
@@ -167,11 +171,18 @@ def _sums(log: TokenLog) -> dict[str, float]:
         "logp_difference": _where(fresh, (log.logprob - log.behaviour).abs()),
         "probs_difference": _where(fresh, (log.logprob.exp() - log.behaviour.exp()).abs()),
         "age": float(log.age.sum()),
-        "lag_kl": _where(stale, k3(log.behaviour, log.logprob)),
+        "lag_kl": _where(stale, k3(drew, log.logprob)),
+        "mismatch_kl": _where(fresh | rescored, k3(log.behaviour, own)),
     }
 
 
-def _means(total: dict[str, float]) -> dict[str, float]:
+def _lag_counts(log: TokenLog, most: int, ranks: Ranks) -> dict[str, float]:
+    """Tokens by the number of versions since they were drawn; empty where all are fresh."""
+    counts = torch.bincount(log.age, minlength=most + 1).double().tolist()
+    return {f"lag/tokens/{age}": n for age, n in enumerate(ranks.sum(counts))} if most else {}
+
+
+def _means(total: dict[str, float], parity: Parity) -> dict[str, float]:
     counted, fresh = max(total["counted"], 1.0), max(total["fresh"], 1.0)
     tokens = max(total["fresh"] + total["stale"], 1.0)
     squared = total["used_squared"]
@@ -187,6 +198,7 @@ def _means(total: dict[str, float]) -> dict[str, float]:
         "training/rollout_probs_diff_mean": total["probs_difference"] / fresh,
         "kl": total["reference_kl"] / counted,
         "lag/versions_mean": total["age"] / tokens,
+        "kl/mismatch": total["mismatch_kl"] / max(parity.total.tokens_compared, 1),
         "kl/lag": total["lag_kl"] / max(total["stale"], 1.0),
     }
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import TrainerConfig
-from trainer.correction import correct
+from trainer.correction import correct, scheme
 from trainer.loss import Denominators, reference_kl, token_losses
 from trainer.metrics import TokenLog
 from trainer.packing import concatenated, per_token
@@ -23,6 +23,7 @@ class Given(NamedTuple):
     lengths: list[int]
     behaviour_N: Tensor
     kept_N: Tensor
+    proximal_N: Tensor
     age_N: Tensor
     advantage_N: Tensor
     counts_N: Tensor
@@ -44,13 +45,18 @@ def gather(
     """Columns of the samples of a micro-batch."""
     lengths = [len(sample.completion_ids) for sample in samples]
     nothing = float("nan")
-    kept = [sample.old_logprobs or (nothing,) * len(sample.completion_ids) for sample in samples]
+
+    def filled(sample: TrainSample, values: Sequence[float | None]) -> list[float]:
+        given = values or (None,) * len(sample.completion_ids)
+        return [nothing if value is None else value for value in given]
+
     versions = [drawn_by for sample in samples for drawn_by in sample.policy_versions]
     scales = [denominators.token_scale(config, length) for length in lengths]
     return Given(
         lengths=lengths,
         behaviour_N=concatenated([sample.behaviour_logprobs for sample in samples], device),
-        kept_N=concatenated(kept, device),
+        kept_N=concatenated([filled(s, s.old_logprobs) for s in samples], device),
+        proximal_N=concatenated([filled(s, s.proximal_logprobs) for s in samples], device),
         age_N=version - torch.tensor(versions, device=device),
         advantage_N=per_token(samples, [sample.advantage for sample in samples], device),
         counts_N=per_token(samples, [counts(config, s) for s in samples], device).bool(),
@@ -68,26 +74,26 @@ def objective(
     """The micro-batch's part of the loss (a scalar to differentiate), and its token columns.
 
     Args:
-        config: mode, loss, aggregation, entropy_coefficient, beta.
+        config: mode, lag_correction, loss, aggregation, entropy_coefficient, beta.
         given: columns of the samples.
         now_N: [N] float32, log pi_theta, differentiable.
         entropy_N: [N] float32, nats, differentiable.
         reference_N: [N] float32 log pi_ref, or None without a reference.
     """
     detached_N = now_N.detach()
-    bitwise = config.mode == "bitwise"
-    own_N = torch.where(given.kept_N.isnan(), detached_N, given.kept_N)
-    correction = correct(
-        config, (detached_N if bitwise else own_N) - given.behaviour_N, given.lengths
-    )
-    old_N = given.behaviour_N if bitwise else own_N
+    name = scheme(config)
+    scored_N = given.proximal_N if config.mode == "bitwise" else given.kept_N
+    old_N = torch.where(scored_N.isnan(), detached_N, scored_N)
+    reached_N = detached_N if name == "ppo" else old_N
+    correction = correct(config, reached_N - given.behaviour_N, given.lengths)
+    if name == "ppo":
+        old_N = given.behaviour_N
     terms = token_losses(config, now_N, old_N, given.advantage_N, given.lengths)
     no_kl_N = torch.zeros_like(detached_N)
     kl_N = no_kl_N if reference_N is None else reference_kl(now_N, reference_N)
     loss_N = correction.weight_T * terms.loss_T + config.beta * kl_N
     if config.entropy_coefficient:
         loss_N = loss_N - config.entropy_coefficient * entropy_N
-    weighted = config.mode in ("tis", "mis")
     log = TokenLog(
         logprob=detached_N,
         behaviour=given.behaviour_N,
@@ -97,7 +103,7 @@ def objective(
         entropy=entropy_N.detach(),
         loss=loss_N.detach(),
         scale=given.scale_N,
-        importance=correction.weight_T if weighted else correction.ratio_T,
+        importance=correction.weight_T if name in ("tis", "mis") else correction.ratio_T,
         ratio=correction.ratio_T,
         limited=correction.limited_T,
         clipped_low=terms.clipped_low_T,

@@ -93,7 +93,7 @@ class ParityError(RuntimeError):
         if not self.report.tokens_compared:
             return (
                 "no token could be compared: none was drawn by the current weights; "
-                "publish the weights before sampling, or keep old_logprobs in the samples"
+                "publish the weights before sampling, or prove stale tokens with with_lag_proof"
             )
         where = self.first or "the first is on another rank"
         return (
@@ -132,17 +132,20 @@ def compare(sampler: Sequence[float] | Tensor, trainer: Tensor) -> ParityReport:
 FLOAT = torch.float32
 
 
-def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor]) -> None:
-    """Compare every token of whole samples with the trainer's values of them.
+def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor], version: int) -> None:
+    """Compare every token that `version` drew with the trainer's values under that version.
 
     Raises:
         ParityError: a token differs or is NaN.
     """
     values = [value for sample in samples for value in sample.behaviour_logprobs]
+    versions = [drawn_by for sample in samples for drawn_by in sample.policy_versions]
     sampler_N, trainer_N = torch.tensor(values, dtype=FLOAT), torch.cat(list(scored))
-    report = compare(sampler_N, trainer_N)
+    fresh_F = (torch.tensor(versions) == version).nonzero().squeeze(1)
+    report = compare(sampler_N[fresh_F], trainer_N[fresh_F])
     if report.first is not None:
-        raise ParityError(report, locate(samples, report.first, sampler_N, trainer_N))
+        place = int(fresh_F[report.first])
+        raise ParityError(report, locate(samples, place, sampler_N, trainer_N))
 
 
 def locate(

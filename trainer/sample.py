@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 LEAST_TEMPERATURE = 1e-6
-OPTIONAL = ("old_logprobs", "kept_thresholds", "logit_biases")
+OPTIONAL = ("old_logprobs", "proximal_logprobs", "kept_thresholds", "logit_biases")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,11 @@ class TrainSample:
         temperature: the logits were divided by it; 0 (greedy) can be scored, not trained on.
         truncated: the completion ended at a length limit.
         request_id: named in errors.
-        old_logprobs: C floats, the trainer's own values under the version that drew each token,
-            if it kept them (several optimiser steps on one batch); () otherwise.
+        old_logprobs: C values, the trainer's own under the version that drew each token, None where
+            it has none; () for none at all. `Trainer.with_old_logprobs` fills in fresh tokens,
+            `Trainer.with_lag_proof` stale ones.
+        proximal_logprobs: C floats, the trainer's under the version at which work on the batch
+            began, for several optimiser steps on it; () otherwise.
         kept_thresholds: C float32 thresholds of the kept sets that the tokens were drawn from with
             top-p, top-k or min-p; () otherwise. logit_biases: (first, end, token id, bias), as
             the sampler applied them. Both as `shared_ops.logprob.restricted` defines them.
@@ -42,7 +45,8 @@ class TrainSample:
     temperature: float = 1.0
     truncated: bool = False
     request_id: str = ""
-    old_logprobs: Sequence[float] = ()
+    old_logprobs: Sequence[float | None] = ()
+    proximal_logprobs: Sequence[float] = ()
     kept_thresholds: Sequence[float] = ()
     logit_biases: Sequence[tuple[int, int, int, float]] = ()
 
@@ -56,8 +60,9 @@ class TrainSample:
         self._check_lengths()
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self.name}: advantage is {self.advantage}; it must be finite")
-        if not all(map(math.isfinite, self.old_logprobs)):
-            raise ValueError(f"{self.name}: old_logprobs holds NaN or infinity; score it again")
+        for name in ("old_logprobs", "proximal_logprobs"):
+            if any(value is not None and not math.isfinite(value) for value in getattr(self, name)):
+                raise ValueError(f"{self.name}: {name} holds NaN or infinity; score it again")
         if min(self.policy_versions) < 0:
             raise ValueError(f"{self.name}: policy_versions holds a number below 0")
         if not (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf):
@@ -68,7 +73,8 @@ class TrainSample:
 
     def _check_lengths(self) -> None:
         count = len(self.completion_ids)
-        for name in ("behaviour_logprobs", "policy_versions", "old_logprobs", "kept_thresholds"):
+        one_each = ("behaviour_logprobs", "policy_versions", *OPTIONAL[:3])
+        for name in one_each:
             length = len(getattr(self, name))
             if length != count and (length or name not in OPTIONAL):
                 raise ValueError(

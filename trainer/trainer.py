@@ -16,8 +16,9 @@ from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import Manifest, Weights, load_folder
 from shared_ops.opset import EXACT, OpSet
 from trainer import checkpoint, metrics
-from trainer.checks import check_fit, check_trainable, label
+from trainer.checks import check_fit, check_trainable
 from trainer.config import TrainerConfig
+from trainer.lag import KeptVersions, LagProver, with_fresh
 from trainer.loss import Denominators
 from trainer.metrics import TokenLog
 from trainer.objective import counts, gather, objective
@@ -60,6 +61,10 @@ class Trainer:
         self.version = self.steps = self.num_tokens = 0
         self._load_weights()
         self.optimizer = AdamW(self._masters.leaves(), self.config)
+        kept = KeptVersions(self.config.keep_versions, self.config.keep_versions_on)
+        self._lag = LagProver(
+            kept, self._weights, lambda weights, of: self._score(self._scorer_of(weights), of)
+        )
 
     def _load_weights(self) -> None:
         """Masters are float32; the working weights are themselves, or a copy in the run's dtype."""
@@ -102,35 +107,61 @@ class Trainer:
             ValueError: a sample that the model cannot take.
         """
         self._check_fit(samples)
+        return self._score(self._scorer, samples)
+
+    def _score(self, scorer: Scorer, samples: Sequence[TrainSample]) -> list[Tensor]:
         scored: list[Tensor] = []
         for batch in self._micro_batches(samples, range(len(samples))):
-            logprobs_N, _ = self._scorer.score(batch)
+            logprobs_N, _ = scorer.score(batch)
             scored += logprobs_N.cpu().split(batch.lengths)
         return scored
 
     def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """The samples with old_logprobs filled in, for several optimiser steps on one batch.
+        """The samples as several optimiser steps on one batch need them.
 
-        Their tokens stay proved (old_logprobs against behaviour_logprobs, bit for bit) after the
-        first of those steps has made them stale.
+        Every token gets its proximal_logprobs, and a fresh one its old_logprobs: it stays proved
+        (against behaviour_logprobs, bit for bit) after the first of those steps made it stale.
 
         Raises:
-            ValueError: a token was drawn by another version than the current one.
-            ParityError: in bitwise mode, a token differs or is NaN.
+            ParityError: in bitwise mode, a fresh token differs or is NaN.
         """
-        for index, sample in enumerate(samples):
-            if set(sample.policy_versions) != {self.version}:
-                raise ValueError(
-                    f"{label(sample, index)}: not every token was drawn by version {self.version}; "
-                    "score samples before the first step on them"
-                )
         scored = self.logprobs(samples)
         if self.config.mode == "bitwise":
-            require_equal(samples, scored)
+            require_equal(samples, scored, self.version)
         return [
-            replace(sample, old_logprobs=values.tolist())
+            replace(
+                sample,
+                old_logprobs=with_fresh(sample, values.tolist(), self.version),
+                proximal_logprobs=values.tolist(),
+            )
             for sample, values in zip(samples, scored, strict=True)
         ]
+
+    @torch.no_grad()
+    def with_lag_proof(
+        self, samples: Sequence[TrainSample], share: float = 1.0, seed: int = 0
+    ) -> list[TrainSample]:
+        """Score a random share of the stale tokens under the versions that drew them.
+
+        Args:
+            samples: of any versions; the fresh ones come back as they are.
+            share: of the (sample, older version) pairs; at least one is scored where there are any.
+            seed: of the choice, together with the current version.
+
+        Returns:
+            The samples with old_logprobs of the chosen tokens filled in; `step` counts them as
+            `parity/lag_rescored_compared`.
+
+        Raises:
+            ValueError: a version that is not kept (keep_versions).
+            ParityError: in bitwise mode, one of them differs or is NaN.
+        """
+        self._check_fit(samples)
+        report, first, proved = self._lag.prove(samples, self.version, share, seed)
+        differing = int(self.ranks.sum([float(report.tokens_differing)])[0])
+        if self.config.mode == "bitwise" and differing:
+            raise ParityError(report._replace(tokens_differing=differing), first)
+        return proved
 
     def step(self, samples: Sequence[TrainSample]) -> TrainStats:
         """Compare bits, then take one optimiser step.
@@ -252,6 +283,7 @@ class Trainer:
 
     def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
         """The working weights for a sampler; the tensors alias them (trainer/publish.py)."""
+        self._lag.kept.add(self.version, self._weights)
         return publish(self.version, self._weights)
 
     def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]:
