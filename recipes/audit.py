@@ -70,7 +70,7 @@ def _no_op(repeated: float, first: FirstDifference) -> str:
     if repeated == first.trainer:
         return (
             "none: run again, the sampler gives the trainer's value, so look at what came between "
-            "(the temperature used, the KV it read, the value on its way)"
+            "(the temperature and kept set used, the KV it read, the value on its way)"
         )
     if repeated == first.sampler:
         return "none: run again, the trainer gives the sampler's value: look at its batch"

@@ -97,6 +97,9 @@ def sampling(
         SamplingParams(
             max_tokens=config.max_tokens,
             temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
             n=config.group_size,
             seed=config.seed * 1_000_003 + step,
             first_sample=config.group_size * every[: len(asked) + place].count(prompt),

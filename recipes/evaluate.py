@@ -21,8 +21,9 @@ def evaluate(sides: Sides, task: Task, config: RunConfig) -> dict[str, Accuracy]
     """Accuracy of the engine's current weights by kind; empty without held-out problems.
 
     Kinds are sampled, greedy, each strict and lenient; with k = evaluation.samples above 1, avg@k
-    and pass@k take the place of sampled. The draws depend on the seed only, so evaluations of one
-    run differ by the weights alone.
+    and pass@k take the place of sampled. The run's top_p, top_k and min_p do not apply: it is the
+    policy that is measured, not a part of it. The draws depend on the seed only, so evaluations of
+    one run differ by the weights alone.
     """
     results: dict[str, Accuracy] = {}
     if task.test is None:

@@ -110,6 +110,8 @@ class Job:
                 policy_versions=one.policy_versions,
                 temperature=self.config.temperature,
                 truncated=one.finish_reason == "length",
+                kept_thresholds=one.kept_thresholds,
+                logit_biases=one.logit_biases,
                 request_id=f"step-{step + 1}/prompt-{place}/sample-{one.sample_index}",
             )
             for place, (group, group_advantages) in enumerate(

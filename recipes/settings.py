@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
-from rollout.request import LEAST_TEMPERATURE
+from rollout.request import LEAST_TEMPERATURE, RequestError, SamplingParams
 from trainer.config import TrainerConfig
 
 EMBEDDED = "embedded"
@@ -24,7 +24,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation on held-out problems, greedy and sampled at temperature 1.
+    """Evaluation on held-out problems, greedy and sampled at the run's temperature from all tokens.
 
     problems: how many of the test split; 0 leaves evaluation out.
     every: also after every so many steps; 0 is only before and after. The checkpoint with the
@@ -78,6 +78,8 @@ class RunConfig:
     group_size: completions of a prompt (G).
     max_tokens: most tokens of a completion.
     temperature: of the draws, above 0.
+    top_p, top_k, min_p: draw training completions from the likeliest tokens only; the kept sets
+        travel to the trainer. Evaluation draws from all tokens.
     updates_per_batch: optimiser steps on one batch; all but the first see lag.
     save_every: steps between checkpoints; the last step is always saved.
     keep_checkpoints: older ones are removed.
@@ -109,6 +111,9 @@ class RunConfig:
     group_size: int = 8
     max_tokens: int = 64
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     updates_per_batch: int = 1
     save_every: int = 5
     keep_checkpoints: int = 2
@@ -146,8 +151,17 @@ class RunConfig:
                 f"--temperature is {self.temperature}: training needs draws, use "
                 f"{LEAST_TEMPERATURE} or more"
             )
+        _check_filters(self)
         if self.updates_per_batch > self.prompts_per_step * self.group_size:
             raise SettingError("--updates-per-batch: use at most one for each completion")
+
+
+def _check_filters(config: RunConfig) -> None:
+    try:
+        SamplingParams(1, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p)
+    except RequestError as error:
+        name, _, rest = str(error).partition(" ")
+        raise SettingError(f"--{_flag(name)} {rest}") from None
 
 
 def _flag(name: str) -> str:
