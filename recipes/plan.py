@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from recipes.accuracy import informative_share
+from recipes.precision import plan_line
 from recipes.settings import RunConfig
 from recipes.task import Task
 from shared_ops.model.config import ModelConfig
@@ -28,6 +29,7 @@ def plan_lines(config: RunConfig, task: Task, folder: Path, out: Path) -> list[s
         f"training   {updates:,} optimiser steps, {config.trainer.loss} loss,"
         f" {config.trainer.aggregation} mean, learning rate {config.trainer.learning_rate:g}",
         f"parity     mode {config.mode}: " + PROMISES[config.mode],
+        plan_line(config),
         f"memory     about {memory_estimate(config, model, task) / 2**30:.2f} GiB for both sides"
         f"{_host_memory(config.device)}",
         f"signal     {_signal(config)}",

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.precision import remote_trainer, trainer_actor
 from recipes.settings import RunConfig, SettingError
 from rollout.actor import RolloutActor
 from shared_ops.model.config import ModelConfig
-from trainer.actor import TrainerActor
 
 PROJECT = Path(__file__).resolve().parent.parent
 EXCLUDES = [".git", ".venv", "runs", "wandb", "tests", "benchmarks", "**/__pycache__"]
@@ -110,7 +110,7 @@ def start(config: RunConfig, model_folder: Path) -> Iterator[Sides]:
         threads = _threads(config, model_folder)
         yield Sides(
             RolloutActor(model_folder, config.rollout, threads),
-            TrainerActor(model_folder, config.trainer, threads),
+            trainer_actor(config, model_folder, threads),
         )
         return
     with _cluster(config):
@@ -171,14 +171,13 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
     from ray.exceptions import RayActorError
 
     from rollout.actor import remote_class as rollout_class
-    from trainer.actor import remote_class as trainer_class
 
     gpus = _gpus_per_side(config)
     _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
     threads = _threads(config, model_folder)
     options: dict[str, Any] = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
     rollout = rollout_class(**options).remote(str(model_folder), config.rollout, threads)
-    trainer = trainer_class(**options).remote(str(model_folder), config.trainer, threads)
+    trainer = remote_trainer(config, str(model_folder), threads, **options)
     sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
     try:
         _unwrapped(lambda: ray.get([rollout.version.remote(), trainer.version.remote()]))

@@ -64,6 +64,8 @@ class RunConfig:
     out: folder of the run; None makes a new one under runs/.
     mode: "bitwise" stops on any differing bit; none, tis and mis sample with torch's ordinary ops
         and report the difference (none), or correct it (tis, mis), for comparison.
+    sampler_precision: "bfloat16" or "float8_e4m3fn" rounds the weights on their way to the sampler,
+        in modes none, tis and mis (recipes/precision.py); None leaves them as published.
     runtime: "ray" puts both sides into actors; "inline" runs them in this process, same bits.
     address: a Ray cluster to join, such as "auto"; None starts one for the run.
     resume: "off", "auto" (the last checkpoint of `out`, or of the newest run of this preset), or
@@ -97,6 +99,7 @@ class RunConfig:
     seed: int = 0
     out: str | None = None
     mode: Mode = "bitwise"
+    sampler_precision: Literal["bfloat16", "float8_e4m3fn"] | None = None
     runtime: Literal["ray", "inline"] = "ray"
     address: str | None = None
     resume: str = "off"
@@ -258,6 +261,7 @@ def resolved(config: RunConfig) -> RunConfig:
     dtype = config.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     for name, value in (("device", device), ("dtype", dtype), ("mode", config.mode)):
         _refuse_other(config, name, value)
+    _check_sampler_precision(replace(config, dtype=dtype))
     exact = config.mode == "bitwise" and config.rollout.exact
     total_steps = config.trainer.total_steps
     if config.trainer.schedule != "constant":
@@ -284,3 +288,17 @@ def _refuse_other(config: RunConfig, name: str, value: str) -> None:
                 f"--{side}.{name} is {given} and the run's {name} is {value}: "
                 f"use --{name}, which reaches both sides"
             )
+
+
+def _check_sampler_precision(config: RunConfig) -> None:
+    precision = config.sampler_precision
+    if precision is not None and config.mode == "bitwise":
+        raise SettingError(
+            f"--sampler-precision is {precision} and --mode bitwise stops on any differing bit: "
+            "use --mode none, tis or mis, or leave it out"
+        )
+    if precision is not None and precision == config.dtype:
+        raise SettingError(
+            f"--sampler-precision is {precision} and so is the run's dtype: use --dtype float32, "
+            "or leave it out"
+        )
