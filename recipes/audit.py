@@ -21,7 +21,8 @@ def require_same_policy(sides: Sides, samples: Sequence[TrainSample]) -> bool:
     """
     version = sides.trainer.version()
     for sample in samples:
-        other = next((v for v in sample.policy_versions if v != version), version)
+        drawn_by = sample.drawn(sample.policy_versions)
+        other = next((v for v in drawn_by if v != version), version)
         if other != version:
             raise ProofError(
                 f"request {sample.request_id!r} holds a token drawn by weights version {other} and "
@@ -37,13 +38,13 @@ def require_same_policy(sides: Sides, samples: Sequence[TrainSample]) -> bool:
 
 
 def require_all_compared(stats: Sequence[TrainStats], samples: Sequence[TrainSample]) -> None:
-    """The trainer compared as many tokens as the batch holds.
+    """The trainer compared as many tokens as were drawn for the batch.
 
     Raises:
         ProofError: with both counts.
     """
     compared = sum(each.tokens_compared for each in stats)
-    tokens = sum(len(sample.completion_ids) for sample in samples)
+    tokens = sum(len(sample.places) for sample in samples)
     if compared != tokens:
         raise ProofError(f"only {compared} of the batch's {tokens} tokens were compared")
 

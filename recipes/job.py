@@ -102,17 +102,11 @@ class Job:
         for index, share in zip(drawn.kept, kept, strict=True):
             shares[index] = share
         return [
-            TrainSample(
-                prompt_ids=one.prompt_ids,
-                completion_ids=one.token_ids,
-                behaviour_logprobs=one.logprobs,
-                advantage=advantage,
-                policy_versions=one.policy_versions,
-                temperature=self.config.temperature,
-                truncated=one.finish_reason == "length",
-                kept_thresholds=one.kept_thresholds,
-                logit_biases=one.logit_biases,
-                request_id=f"step-{step + 1}/prompt-{place}/sample-{one.sample_index}",
+            TrainSample.of(
+                one,
+                advantage,
+                self.config.temperature,
+                f"step-{step + 1}/prompt-{place}/sample-{one.sample_index}",
             )
             for place, (group, group_advantages) in enumerate(
                 zip(drawn.groups, shares, strict=True)

@@ -43,8 +43,9 @@ class RolloutActor:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
+        environment: Environment | None = None,
     ) -> list[list[Completion]]:
-        return self.engine.generate(prompts, params)
+        return self.engine.generate(prompts, params, environment=environment)
 
     def load_weights(
         self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None

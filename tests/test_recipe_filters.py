@@ -41,12 +41,9 @@ def test_tokens_of_kept_sets_are_compared_and_none_differs(updates, tmp_path, mo
 
 def test_withheld_kept_sets_stop_the_run(tmp_path, monkeypatch, capsys):
     """The control: the same run, the thresholds not passed on."""
-    from recipes import job
-
-    def without(**values):
-        return TrainSample(**values | {"kept_thresholds": ()})
-
-    monkeypatch.setattr(job, "TrainSample", without)
+    real = TrainSample.of
+    without = staticmethod(lambda *given: replace(real(*given), kept_thresholds=()))
+    monkeypatch.setattr(TrainSample, "of", without)
     out = tmp_path / "withheld"
     assert main([*WORDS, "--out", str(out)]) == 1
     error = capsys.readouterr().err

@@ -43,12 +43,13 @@ def check_trainable(samples: Sequence[TrainSample], version: int, mode: str) -> 
                 f"{label(sample, index)}: temperature is 0; a greedy completion was not drawn from "
                 "the policy and has no policy ratio, so sample with a temperature above 0"
             )
-        if max(sample.policy_versions) > version:
+        versions = sample.drawn(sample.policy_versions)
+        if max(versions) > version:
             raise ValueError(
-                f"{label(sample, index)}: policy version {max(sample.policy_versions)} is newer "
+                f"{label(sample, index)}: policy version {max(versions)} is newer "
                 f"than the trainer's, {version}; was another checkpoint loaded?"
             )
-        for value, drawn_by in zip(sample.behaviour_logprobs, sample.policy_versions, strict=True):
+        for value, drawn_by in zip(sample.drawn(sample.behaviour_logprobs), versions, strict=True):
             proved = mode == "bitwise" and drawn_by == version
             if not proved and not math.isfinite(value):
                 raise ValueError(

@@ -42,7 +42,7 @@ LOG_LIMIT = 20.0
 
 
 class Correction(NamedTuple):
-    """Weights of T packed completion tokens, none of them differentiable.
+    """Weights of T packed drawn tokens, none of them differentiable.
 
     Attributes:
         weight_T: float32, what the token loss is multiplied by.

@@ -102,7 +102,8 @@ def chosen_stale(
 
 def _pairs(index: int, sample: TrainSample, version: int) -> list[Stale]:
     by_version: dict[int, list[int]] = {}
-    for place, drawn_by in enumerate(sample.policy_versions):
+    for place in sample.places:
+        drawn_by = sample.policy_versions[place]
         if drawn_by < version:
             by_version.setdefault(drawn_by, []).append(place)
     return [Stale(index, drawn_by, tuple(places)) for drawn_by, places in by_version.items()]

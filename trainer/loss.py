@@ -12,7 +12,7 @@ advantage of its completion:
 * entropy_coefficient c adds -c H, H the entropy of pi_theta (after the temperature) at the token,
   after the importance weight too (Mnih et al. 2016, "Asynchronous methods for deep RL").
 
-Sums, over the completions that count (i of B, n_i tokens, N in all): `token` sum / N (DAPO),
+Sums, over the completions that count (i of B, n_i drawn tokens, N in all): `token` sum / N (DAPO),
 `sequence` mean over i of sum_t / n_i (GRPO), `constant` sum / (B L_max) (Dr. GRPO). N and B come
 from the whole optimiser batch before the first forward, so the gradient depends on micro-batch
 size only by rounding.
@@ -28,7 +28,7 @@ from trainer.correction import at_level, bounded_exp
 
 
 class TokenLosses(NamedTuple):
-    """Of T packed completion tokens: float32 `loss_T`, differentiable, and bool masks of tokens
+    """Of T packed drawn tokens: float32 `loss_T`, differentiable, and bool masks of tokens
     whose ratio is clipped with effect (low: A < 0, high: A > 0)."""
 
     loss_T: Tensor

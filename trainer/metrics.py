@@ -21,7 +21,7 @@ from trainer.sample import TrainSample
 
 
 class TokenLog(NamedTuple):
-    """Detached columns [N] over completion tokens.
+    """Detached columns [N] over drawn tokens.
 
     Attributes:
         logprob: float32, log pi_theta.
@@ -63,7 +63,7 @@ def in_sample_order(
     Args:
         logs: of each micro-batch.
         order: sample indices in the order of the logs.
-        lengths: completion tokens of each sample, in sample order.
+        lengths: drawn tokens of each sample, in sample order.
     """
     starts, total = {}, 0
     for index in order:

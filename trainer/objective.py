@@ -15,9 +15,9 @@ from trainer.sample import TrainSample
 
 
 class Given(NamedTuple):
-    """What the samples bring, as columns [N] over completion tokens (fields as in TokenLog).
+    """What the samples bring, as columns [N] over drawn tokens (fields as in TokenLog).
 
-    `lengths` are completion tokens of each sample, `advantage_N` is float32.
+    `lengths` are drawn tokens of each sample, `advantage_N` is float32.
     """
 
     lengths: list[int]
@@ -43,18 +43,19 @@ def gather(
     device: torch.device,
 ) -> Given:
     """Columns of the samples of a micro-batch."""
-    lengths = [len(sample.completion_ids) for sample in samples]
+    lengths = [len(sample.places) for sample in samples]
     nothing = float("nan")
 
     def filled(sample: TrainSample, values: Sequence[float | None]) -> list[float]:
-        given = values or (None,) * len(sample.completion_ids)
+        given = sample.drawn(values) or (None,) * len(sample.places)
         return [nothing if value is None else value for value in given]
 
-    versions = [drawn_by for sample in samples for drawn_by in sample.policy_versions]
+    versions = [drawn_by for one in samples for drawn_by in one.drawn(one.policy_versions)]
+    behaviour = [sample.drawn(sample.behaviour_logprobs) for sample in samples]
     scales = [denominators.token_scale(config, length) for length in lengths]
     return Given(
         lengths=lengths,
-        behaviour_N=concatenated([sample.behaviour_logprobs for sample in samples], device),
+        behaviour_N=concatenated(behaviour, device),
         kept_N=concatenated([filled(s, s.old_logprobs) for s in samples], device),
         proximal_N=concatenated([filled(s, s.proximal_logprobs) for s in samples], device),
         age_N=version - torch.tensor(versions, device=device),

@@ -15,7 +15,7 @@ from trainer.sample import TrainSample
 
 
 class MicroBatch(NamedTuple):
-    """Packed samples; T tokens are run, N completion tokens are scored.
+    """Packed samples; T tokens are run, N drawn ones are scored.
 
     Example: samples ([5, 9], [7, 2]) and ([4], [6]) run tokens [5, 9, 7, 4] at positions
     [0, 1, 2, 0], starts [0, 3, 4]; rows [1, 2, 3] predict targets [7, 2, 6], lengths [2, 1].
@@ -25,9 +25,9 @@ class MicroBatch(NamedTuple):
         token_ids_T, positions_T: int64; the last token of a completion is only a target.
         starts: B + 1 cumulative lengths.
         rows_N: int64, the row of T whose hidden state predicts each target.
-        targets_N: int64, completion tokens.
+        targets_N: int64, drawn tokens.
         temperature_N: float32; 1 where the sample is greedy.
-        lengths: completion tokens of each sample, adding up to N.
+        lengths: drawn tokens of each sample, adding up to N.
         restriction: of the N rows; None where no sample has kept sets or biases.
     """
 
@@ -73,8 +73,8 @@ def pack(
         first = starts[-1] + len(sample.prompt_ids) - 1
         token_ids += [*sample.prompt_ids, *sample.completion_ids[:-1]]
         positions += range(sample.length)
-        rows += range(first, first + len(sample.completion_ids))
-        targets += sample.completion_ids
+        rows += [first + place for place in sample.places]
+        targets += sample.drawn(sample.completion_ids)
         starts.append(starts[-1] + sample.length)
 
     def integers(values: list[int]) -> Tensor:
@@ -88,7 +88,7 @@ def pack(
         rows_N=integers(rows),
         targets_N=integers(targets),
         temperature_N=per_token(chosen, [s.temperature or 1.0 for s in chosen], device),
-        lengths=[len(sample.completion_ids) for sample in chosen],
+        lengths=[len(sample.places) for sample in chosen],
         restriction=_restriction(chosen, device),
     )
 
@@ -97,12 +97,14 @@ def _restriction(samples: Sequence[TrainSample], device: torch.device) -> Restri
     if not any(sample.kept_thresholds or sample.logit_biases for sample in samples):
         return None
     keep_all = float("-inf")
-    thresholds = [s.kept_thresholds or (keep_all,) * len(s.completion_ids) for s in samples]
+    thresholds = [s.drawn(s.kept_thresholds) or (keep_all,) * len(s.places) for s in samples]
     entries, start = [], 0
     for sample in samples:
+        rows = {place: start + row for row, place in enumerate(sample.places)}
         for first, end, token, bias in sample.logit_biases:
-            entries += [(start + offset, token, bias) for offset in range(first, end)]
-        start += len(sample.completion_ids)
+            spanned = (rows[place] for place in range(first, end) if place in rows)
+            entries += [(row, token, bias) for row in spanned]
+        start += len(rows)
     rows, tokens, biases = zip(*entries, strict=True) if entries else ((), (), ())
     rows_J, tokens_J = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
     bias = Bias(rows_J, tokens_J, concatenated([biases], device)) if entries else None
@@ -112,12 +114,21 @@ def _restriction(samples: Sequence[TrainSample], device: torch.device) -> Restri
 def per_token(
     samples: Sequence[TrainSample], values: Sequence[float], device: torch.device
 ) -> Tensor:
-    """float32 [N]: one value per sample, repeated for each of its completion tokens."""
-    counts = torch.tensor([len(sample.completion_ids) for sample in samples])
+    """float32 [N]: one value per sample, repeated for each of its drawn tokens."""
+    counts = torch.tensor([len(sample.places) for sample in samples])
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts).to(device)
 
 
+def spread(sample: TrainSample, values_D: Tensor) -> Tensor:
+    """[C]: values of the drawn tokens at their places in the completion, 0 elsewhere."""
+    if not sample.loss_mask:
+        return values_D
+    values_C = values_D.new_zeros(len(sample.completion_ids))
+    values_C[list(sample.places)] = values_D
+    return values_C
+
+
 def concatenated(sequences: Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """float32 [N]: values that are already one per completion token."""
+    """float32 [N]: values that are already one per drawn token."""
     flat = [value for sequence in sequences for value in sequence]
     return torch.tensor(flat, dtype=torch.float32, device=device)

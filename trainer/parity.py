@@ -138,9 +138,10 @@ def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor], vers
     Raises:
         ParityError: a token differs or is NaN.
     """
-    values = [value for sample in samples for value in sample.behaviour_logprobs]
-    versions = [drawn_by for sample in samples for drawn_by in sample.policy_versions]
-    sampler_N, trainer_N = torch.tensor(values, dtype=FLOAT), torch.cat(list(scored))
+    values = [value for one in samples for value in one.drawn(one.behaviour_logprobs)]
+    versions = [drawn_by for one in samples for drawn_by in one.drawn(one.policy_versions)]
+    own = [own_C[list(one.places)] for one, own_C in zip(samples, scored, strict=True)]
+    sampler_N, trainer_N = torch.tensor(values, dtype=FLOAT), torch.cat(own)
     fresh_F = (torch.tensor(versions) == version).nonzero().squeeze(1)
     report = compare(sampler_N[fresh_F], trainer_N[fresh_F])
     if report.first is not None:
@@ -151,11 +152,12 @@ def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor], vers
 def locate(
     samples: Sequence[TrainSample], place: int, sampler_N: Tensor, trainer_N: Tensor
 ) -> FirstDifference:
-    """The record of token `place`, counted over all samples' completions."""
-    index, position = 0, place
-    while position >= len(samples[index].completion_ids):
-        position -= len(samples[index].completion_ids)
+    """The record of token `place`, counted over all samples' drawn tokens."""
+    index, row = 0, place
+    while row >= len(samples[index].places):
+        row -= len(samples[index].places)
         index += 1
+    position = samples[index].places[row]
     span = slice(place, place + 1)
     return FirstDifference(
         sample_index=index,

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
 
 LEAST_TEMPERATURE = 1e-6
-OPTIONAL = ("old_logprobs", "proximal_logprobs", "kept_thresholds", "logit_biases")
+OPTIONAL = ("old_logprobs", "proximal_logprobs", "kept_thresholds", "loss_mask", "logit_biases")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class TrainSample:
         kept_thresholds: C float32 thresholds of the kept sets that the tokens were drawn from with
             top-p, top-k or min-p; () otherwise. logit_biases: (first, end, token id, bias), as
             the sampler applied them. Both as `shared_ops.logprob.restricted` defines them.
+        loss_mask: C truths, False for tokens that were not drawn (a tool's answer, say): they are
+            run as context and are in no loss, denominator, comparison or metric, and what the
+            other sequences hold in their places is not looked at; () if all were drawn.
 
     Raises:
         ValueError: lengths disagree, something is empty, or a number cannot be meant.
@@ -49,6 +54,39 @@ class TrainSample:
     proximal_logprobs: Sequence[float] = ()
     kept_thresholds: Sequence[float] = ()
     logit_biases: Sequence[tuple[int, int, int, float]] = ()
+    loss_mask: Sequence[bool] = ()
+
+    @classmethod
+    def of(
+        cls,
+        completion: Any,
+        advantage: float,
+        temperature: float = 1.0,
+        request_id: str | None = None,
+    ) -> "TrainSample":
+        """The sample of what an engine returned, with all that its bits depend on.
+
+        Tokens that an environment appended are left out of the loss.
+
+        Args:
+            completion: a `rollout.Completion`.
+            advantage: of the whole of it.
+            temperature: that it was drawn with.
+            request_id: the completion's own by default.
+        """
+        return cls(
+            prompt_ids=completion.prompt_ids,
+            completion_ids=completion.token_ids,
+            behaviour_logprobs=completion.logprobs,
+            advantage=advantage,
+            policy_versions=completion.policy_versions,
+            temperature=temperature,
+            truncated=completion.finish_reason == "length",
+            request_id=request_id or f"{completion.request_id}/sample-{completion.sample_index}",
+            kept_thresholds=completion.kept_thresholds,
+            logit_biases=completion.logit_biases,
+            loss_mask=completion.is_drawn if completion.appended else (),
+        )
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "completion_ids", "behaviour_logprobs", "policy_versions"):
@@ -58,6 +96,8 @@ class TrainSample:
         for name in OPTIONAL:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check_lengths()
+        if self.loss_mask and not any(self.loss_mask):
+            raise ValueError(f"{self.name}: loss_mask has no True; leave the sample out")
         if not math.isfinite(self.advantage):
             raise ValueError(f"{self.name}: advantage is {self.advantage}; it must be finite")
         for name in ("old_logprobs", "proximal_logprobs"):
@@ -73,7 +113,7 @@ class TrainSample:
 
     def _check_lengths(self) -> None:
         count = len(self.completion_ids)
-        one_each = ("behaviour_logprobs", "policy_versions", *OPTIONAL[:3])
+        one_each = ("behaviour_logprobs", "policy_versions", *OPTIONAL[:4])
         for name in one_each:
             length = len(getattr(self, name))
             if length != count and (length or name not in OPTIONAL):
@@ -85,6 +125,15 @@ class TrainSample:
     @property
     def name(self) -> str:
         return f"sample {self.request_id!r}" if self.request_id else "sample"
+
+    def drawn(self, each: Sequence[Any]) -> Sequence[Any]:
+        """Of C values, one per completion token, those D of the tokens that were drawn."""
+        return tuple(compress(each, self.loss_mask)) if self.loss_mask else each
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Where in the completion the D drawn tokens are."""
+        return self.drawn(range(len(self.completion_ids)))
 
     @property
     def length(self) -> int:

@@ -34,10 +34,10 @@ class Scorer(NamedTuple):
     def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]:
         """See Trainer.trace."""
         first = len(sample.prompt_ids)
-        if not first <= position < first + len(sample.completion_ids):
+        if position - first not in sample.places:
             raise ValueError(
-                f"position is {position}: the drawn tokens of {sample.name} are {first} to "
-                f"{first + len(sample.completion_ids) - 1}"
+                f"position is {position}: the drawn tokens of {sample.name} are between "
+                f"{first + sample.places[0]} and {first + sample.places[-1]}"
             )
         rows: dict[str, Tensor] = {}
 
@@ -46,7 +46,8 @@ class Scorer(NamedTuple):
 
         batch = pack([sample], (0,), self.model.head_VD.device)
         hidden_1D = self._hidden(batch, observe)[position - 1 : position]
-        target = slice(position - first, position - first + 1)
+        place = sample.places.index(position - first)
+        target = slice(place, place + 1)
         head = (self.model.head_VD, batch.temperature_N[target], self.vocab_limit)
         rows["logits"] = self.model.ops.scaled_logits(hidden_1D, *head)[0]
         rows["logprob"] = self.model.ops.token_logprobs(

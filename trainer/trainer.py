@@ -23,7 +23,7 @@ from trainer.loss import Denominators
 from trainer.metrics import TokenLog
 from trainer.objective import counts, gather, objective
 from trainer.optimizer import AdamW, gradient_norm, learning_rate
-from trainer.packing import MicroBatch, pack, split_samples
+from trainer.packing import MicroBatch, pack, split_samples, spread
 from trainer.parity import ParityError, require_equal
 from trainer.publish import publish
 from trainer.ranks import Ranks
@@ -101,7 +101,7 @@ class Trainer:
             samples: any number; advantages and versions are not looked at.
 
         Returns:
-            float32 [C] on the CPU for each sample.
+            float32 [C] on the CPU for each sample, 0 where loss_mask is False.
 
         Raises:
             ValueError: a sample that the model cannot take.
@@ -113,7 +113,9 @@ class Trainer:
         scored: list[Tensor] = []
         for batch in self._micro_batches(samples, range(len(samples))):
             logprobs_N, _ = scorer.score(batch)
-            scored += logprobs_N.cpu().split(batch.lengths)
+            values = logprobs_N.cpu().split(batch.lengths)
+            chosen = (samples[index] for index in batch.samples)
+            scored += map(spread, chosen, values)
         return scored
 
     def with_old_logprobs(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
@@ -225,7 +227,7 @@ class Trainer:
         with torch.no_grad():
             for batch in self._micro_batches(samples, inert):
                 logs.append(self._forward(batch, samples, denominators)[1])
-        lengths = [len(sample.completion_ids) for sample in samples]
+        lengths = [len(sample.places) for sample in samples]
         return metrics.in_sample_order(logs, active + inert, lengths), gradients
 
     def _micro_batches(self, samples: Sequence[TrainSample], indices: Sequence[int]):
@@ -241,7 +243,7 @@ class Trainer:
 
     def _denominators(self, samples: Sequence[TrainSample]) -> Denominators:
         counted = [sample for sample in samples if counts(self.config, sample)]
-        tokens = sum(len(sample.completion_ids) for sample in counted)
+        tokens = sum(len(sample.places) for sample in counted)
         return Denominators(*self.ranks.sum([float(len(counted)), float(tokens)]))
 
     def _forward(
