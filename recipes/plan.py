@@ -51,7 +51,10 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     trainer = parameters * (4 * 4 + (0 if size == 4 else size))
     token_kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
     width = 8 * model.hidden_size + 4 * model.intermediate_size
-    activations = config.trainer.micro_batch_tokens * model.num_layers * width * size
+    kept = model.num_layers * width
+    if config.trainer.recompute:
+        kept = model.num_layers * model.hidden_size + width
+    activations = config.trainer.micro_batch_tokens * kept * size
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
     return parameters * size + trainer + kv + activations + logits

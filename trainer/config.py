@@ -81,6 +81,8 @@ class TrainerConfig:
         beta1, beta2, epsilon, weight_decay: AdamW; decay spares vectors (norms and biases).
         max_grad_norm: gradients are scaled down to it; 0 leaves them as they are.
         micro_batch_tokens: budget of one forward and backward, in packed tokens.
+        recompute: drop what a layer keeps for its backward and compute it again there: less memory,
+            the layers' forward twice, the same bits.
         keep_versions: published versions of the weights that are kept (in dtype), so that stale
             tokens can be scored under the version that drew them; 0 keeps none.
         keep_versions_on: "device", "cpu" (host memory) or "disk" (a temporary folder).
@@ -120,6 +122,7 @@ class TrainerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 8192
+    recompute: bool = False
     keep_versions: int = 0
     keep_versions_on: Place = "cpu"
 

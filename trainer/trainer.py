@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared_ops.attest import attest
 from shared_ops.model.config import ModelConfig
-from shared_ops.model.decoder import Decoder, dtype_of
+from shared_ops.model.decoder import Decoder, dtype_of, run_plainly
 from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import Manifest, Weights, load_folder
 from shared_ops.opset import EXACT, OpSet
@@ -27,6 +27,7 @@ from trainer.packing import MicroBatch, pack, split_samples, spread
 from trainer.parity import ParityError, require_equal
 from trainer.publish import publish
 from trainer.ranks import Ranks
+from trainer.recompute import recomputed
 from trainer.sample import TrainSample, TrainStats
 from trainer.score import Scorer
 
@@ -81,7 +82,9 @@ class Trainer:
         self._weights.requires_grad_(True)
 
     def _scorer_of(self, weights: Weights) -> Scorer:
-        return Scorer(Decoder(self.model_config, weights, self._ops()), self.vocab_limit)
+        run_layer = recomputed if self.config.recompute else run_plainly
+        model = Decoder(self.model_config, weights, self._ops(), run_layer)
+        return Scorer(model, self.vocab_limit)
 
     def _ops(self) -> OpSet:
         if self.config.exact:

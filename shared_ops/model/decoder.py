@@ -1,6 +1,7 @@
 """One dense decoder: always packed, never padded; the KV is an argument."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,10 +15,17 @@ from shared_ops.model.weights import Layer, Weights
 from shared_ops.opset import EXACT, OpSet
 
 Observe = Callable[[str, Tensor], None]
+RunLayer = Callable[[Callable[[Layer, Tensor], Tensor], Layer, Tensor], Tensor]
 
 
 def _ignore(name: str, value: Tensor) -> None:
     """Nobody looks."""
+
+
+def run_plainly(body: Callable[[Layer, Tensor], Tensor], layer: Layer, x_TD: Tensor) -> Tensor:
+    """How a layer is run: body(layer, x_TD). Another way may drop and recompute what the body
+    saves for the backward, or fetch the layer's leaves first; the values must be the body's."""
+    return body(layer, x_TD)
 
 
 class Decoder:
@@ -26,8 +34,15 @@ class Decoder:
     The weights are used as they are, not copied: an in-place update is seen by the next call.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: OpSet = EXACT):
-        self.config, self.weights, self.ops = config, weights, ops
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: OpSet = EXACT,
+        run_layer: RunLayer = run_plainly,
+    ):
+        """run_layer: see `run_plainly`; not asked where layers run fused (ops.fuses)."""
+        self.config, self.weights, self.ops, self.run_layer = config, weights, ops, run_layer
         self._rope = RopeTable(config.rope, config.head_dim, weights.embed_VD.device)
         self._rope.reserve(min(config.max_positions, 4096))
 
@@ -61,15 +76,21 @@ class Decoder:
             return run_layers(self.config, self.weights, self.ops, x_TD, angles, kv)
         see("embedding", x_TD)
         for index, layer in enumerate(self.weights.layers):
-
-            def see_layer(name: str, value: Tensor, prefix: str = f"layer {index}: ") -> None:
-                see(prefix + name, value)
-
-            x_TD = x_TD + self._attention(index, layer, x_TD, angles, kv, see_layer)
-            x_TD = x_TD + self._mlp(layer, x_TD, see_layer)
-            see_layer("residual", x_TD)
+            body = partial(self._layer, index, angles, kv, see)
+            x_TD = self.run_layer(body, layer, x_TD)
         x_TD = self.ops.rmsnorm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
         see("final rmsnorm", x_TD)
+        return x_TD
+
+    def _layer(
+        self, index: int, angles, kv: KV, see: Observe, layer: Layer, x_TD: Tensor
+    ) -> Tensor:
+        def see_layer(name: str, value: Tensor) -> None:
+            see(f"layer {index}: {name}", value)
+
+        x_TD = x_TD + self._attention(index, layer, x_TD, angles, kv, see_layer)
+        x_TD = x_TD + self._mlp(layer, x_TD, see_layer)
+        see_layer("residual", x_TD)
         return x_TD
 
     def _attention(self, index: int, layer: Layer, x_TD, angles, kv: KV, see: Observe) -> Tensor:
