@@ -13,20 +13,24 @@ class ProofError(RuntimeError):
     """A batch that cannot be proved: other weights, or tokens that nobody compared."""
 
 
-def require_same_policy(sides: Sides, samples: Sequence[TrainSample]) -> bool:
-    """True: every token was drawn by the trainer's version, and the engine still has its weights.
+def require_known_policy(
+    sides: Sides, samples: Sequence[TrainSample], oldest: int, version: int
+) -> bool:
+    """True: every token was drawn by a version from `oldest` to the trainer's, `version`, and the
+    engine still has the trainer's weights.
 
     Raises:
         ProofError: naming the request and the versions, or the digests.
     """
-    version = sides.trainer.version()
+    allowed = range(oldest, version + 1)
     for sample in samples:
         drawn_by = sample.drawn(sample.policy_versions)
-        other = next((v for v in drawn_by if v != version), version)
+        other = next((v for v in drawn_by if v not in allowed), version)
         if other != version:
             raise ProofError(
                 f"request {sample.request_id!r} holds a token drawn by weights version {other} and "
-                f"the trainer has version {version}: publish before sampling"
+                f"the trainer has version {version}, so {oldest} is the oldest that may be used: "
+                "publish before sampling, or raise --max-lag"
             )
     engine, trainer = sides.rollout.weights_digest(), sides.trainer.weights_digest()
     if engine != trainer:
@@ -37,16 +41,25 @@ def require_same_policy(sides: Sides, samples: Sequence[TrainSample]) -> bool:
     return True
 
 
-def require_all_compared(stats: Sequence[TrainStats], samples: Sequence[TrainSample]) -> None:
-    """The trainer compared as many tokens as were drawn for the batch.
+def require_all_compared(
+    stats: Sequence[TrainStats], samples: Sequence[TrainSample], version: int
+) -> None:
+    """The trainer compared every token that `version` drew, and every stale one that it scored.
 
     Raises:
         ProofError: with both counts.
     """
     compared = sum(each.tokens_compared for each in stats)
-    tokens = sum(len(sample.places) for sample in samples)
+    tokens = sum(_known(sample, version) for sample in samples)
     if compared != tokens:
         raise ProofError(f"only {compared} of the batch's {tokens} tokens were compared")
+
+
+def _known(sample: TrainSample, version: int) -> int:
+    """Tokens whose own version's value the trainer has."""
+    old = sample.old_logprobs or (None,) * len(sample.completion_ids)
+    pairs = sample.drawn(list(zip(sample.policy_versions, old, strict=True)))
+    return sum(drawn_by == version or value is not None for drawn_by, value in pairs)
 
 
 def first_differing_op(sides: Sides, sample: TrainSample, first: FirstDifference) -> str:

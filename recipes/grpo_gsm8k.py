@@ -34,7 +34,7 @@ def run(config: RunConfig) -> dict[str, str]:
     with runtime.start(config, model_folder) as sides, Job(config, folder, task, sides) as job:
         for step in range(job.begin(), config.steps):
             watch = Stopwatch()
-            drawn = draw_groups(config, task, sides.rollout, step, job.position, watch)
+            drawn = draw_groups(config, task, job.source, sides.trainer.version(), watch)
             samples = job.samples(step, drawn)
             watch("reward")
             stats = job.update(drawn.trained(samples))
@@ -42,7 +42,7 @@ def run(config: RunConfig) -> dict[str, str]:
             job.sync_weights()
             watch("sync")
             job.log_step(step, drawn, samples, stats, watch.seconds)
-            job.finish_step(step, drawn.position)
+            job.finish_step(step)
         return job.end()
 
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from recipes.accuracy import Accuracy
-from recipes.audit import first_differing_op, require_all_compared, require_same_policy
+from recipes.asking import source_of
+from recipes.audit import first_differing_op, require_all_compared, require_known_policy
 from recipes.drawing import Drawn
 from recipes.durable import read_lines
 from recipes.evaluate import as_metrics, best_step, evaluate, sampled_kind
@@ -28,7 +29,7 @@ class Job:
 
     A resumed run's last checkpoint is loaded when it is made.
 
-    position: problems asked so far.
+    source: gives the groups of each step.
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
@@ -38,7 +39,8 @@ class Job:
         latest = find_latest(folder.checkpoints) if folder.resumed else None
         self.resumed = sides.trainer.load(str(latest)) if latest else {}
         started = self.resumed.get("next_step", 0)
-        self.position = self.resumed.get("position", started * config.prompts_per_step)
+        asked = {"position": started * config.prompts_per_step, **self.resumed}
+        self.source = source_of(config, task, sides.rollout, asked)
         self.log = RunLog(
             folder.path,
             total_steps=config.steps,
@@ -122,21 +124,31 @@ class Job:
             ProofError: the batch was drawn by other weights, or not all of it was compared.
         """
         batch, count = list(samples), min(self.config.updates_per_batch, len(samples))
-        self.weights_equal = require_same_policy(self.sides, batch)
+        trainer, lag = self.sides.trainer, self.config.max_lag or 0
+        version = trainer.version()
+        oldest = version - lag * self.config.updates_per_batch
+        self.weights_equal = require_known_policy(self.sides, batch, oldest, version)
         try:
+            if lag:
+                # The weights of tis and mis need every stale token's own value.
+                share = self.config.lag_share if self.config.mode == "bitwise" else 1.0
+                batch = trainer.with_lag_proof(batch, share, self.config.seed)
             if count > 1:
-                batch = self.sides.trainer.with_old_logprobs(batch)
+                batch = trainer.with_old_logprobs(batch)
             edges = [len(batch) * i // count for i in range(count + 1)]
-            stats = [self.sides.trainer.step(batch[first:last]) for first, last in pairwise(edges)]
+            stats = [trainer.step(batch[first:last]) for first, last in pairwise(edges)]
         except ParityError as error:
-            raise self._explained(error, batch) from error
-        require_all_compared(stats, batch)
+            raise self._explained(error, batch, version) from error
+        require_all_compared(stats, batch, version)
         return stats
 
-    def _explained(self, error: ParityError, batch: list[TrainSample]) -> ParityError:
+    def _explained(self, error: ParityError, batch: list[TrainSample], version: int) -> ParityError:
+        """With the op to look at; both sides can repeat only what the weights now have drawn."""
         if error.first is None:
             return error
         sample = next(s for s in batch if s.request_id == error.first.request_id)
+        if sample.policy_versions[error.first.position] != version:
+            return error
         return error.with_op(first_differing_op(self.sides, sample, error.first))
 
     def log_step(
@@ -153,14 +165,19 @@ class Job:
         metrics = {
             **_over_updates(stats),
             "parity/weights_equal": int(self.weights_equal),
+            **self.source.counts(),
             **self._reward_metrics(drawn),
             **_lengths(samples, tokens),
             "step_time": sum(seconds.values()),
             **{f"time/{name}": value for name, value in seconds.items()},
-            "tokens_per_second/rollout": sum(tokens) / seconds["rollout"],
+            "tokens_per_second/rollout": sum(tokens) / self._rollout_seconds(seconds),
             "tokens_per_second/train": trained / seconds["train"],
         }
         self.log.step(step + 1, metrics, self._completions(drawn, samples))
+
+    def _rollout_seconds(self, seconds: dict[str, float]) -> float:
+        """Rollouts that go on while the trainer works take the whole step."""
+        return sum(seconds.values()) if self.config.max_lag else seconds["rollout"]
 
     def _reward_metrics(self, drawn: Drawn) -> dict[str, float]:
         """Over all that was drawn: dynamic sampling does not make rewards look better."""
@@ -202,12 +219,8 @@ class Job:
             for index, ((trained, one), sample) in enumerate(zip(flat, samples, strict=True))
         ]
 
-    def finish_step(self, step: int, position: int) -> None:
-        """Evaluate, then save, where it is due: a run killed between the two repeats both.
-
-        position: problems asked so far.
-        """
-        self.position = position
+    def finish_step(self, step: int) -> None:
+        """Evaluate, then save, where it is due: a run killed between the two repeats both."""
         done, config = step + 1, self.config
         every = config.evaluation.every
         if every and done % every == 0 and done < config.steps:
@@ -215,7 +228,7 @@ class Job:
         best = self._best()
         if done % config.save_every == 0 or done in (config.steps, best):
             before = {k: dataclasses.astuple(a) for k, a in self.before.items()}
-            extra = {"next_step": done, "before": before, "position": position}
+            extra = {"next_step": done, "before": before, **self.source.state()}
             self.sides.trainer.save(str(self.folder.checkpoint(done)), extra)
             protected = [self.folder.checkpoint(best)] if best else []
             keep_last(self.folder.checkpoints, config.keep_checkpoints, protected)
@@ -252,11 +265,11 @@ def _lengths(samples: Sequence[TrainSample], tokens: Sequence[int]) -> dict[str,
 def _over_updates(stats: Sequence[TrainStats]) -> dict[str, Any]:
     """Metrics of a step with several updates: counts add, extremes hold, the rest is the mean."""
     merged: dict[str, Any] = {}
-    for name in stats[0].metrics:
-        values = [each.metrics[name] for each in stats]
+    for name in {name: None for each in stats for name in each.metrics}:
+        values = [each.metrics[name] for each in stats if name in each.metrics]
         if name == "num_tokens":
             merged[name] = values[-1]
-        elif name.endswith(("compared", "differing")):
+        elif name.endswith(("compared", "differing")) or name.startswith("lag/tokens/"):
             merged[name] = sum(values)
         elif name.endswith(("max_ulp", "/max", "_max")):
             merged[name] = max(values)

@@ -10,7 +10,7 @@ computes in that dtype on a coarser grid of weights. The trainer's own weights s
 
 The publication's digest is that of the rounded tensors, taken where they are rounded. The engine
 takes it again from what it holds, and before each update the trainer rounds its weights anew and
-compares (`recipes.audit.require_same_policy`).
+compares (`recipes.audit.require_known_policy`).
 """
 
 from pathlib import Path

@@ -205,6 +205,10 @@ def _own_rows(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     compared, differing, ulp, kl = ([row[name] for row in steps] for name in PARITY)
     rows["tokens compared"] = f"{sum(compared):,}"
     rows["tokens differing"] = f"{sum(differing):,}"
+    stale = sum(row.get("parity/lag_rescored_compared") or 0 for row in steps)
+    if stale:
+        wrong = sum(row.get("parity/lag_rescored_differing") or 0 for row in steps)
+        rows["stale tokens scored again, differing"] = f"{stale:,}, {wrong:,}"
     rows["largest difference"] = f"{max(ulp)} units in the last place"
     rows["largest KL(sampler || trainer)"] = max(abs(each or 0.0) for each in kl)
     return rows

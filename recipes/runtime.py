@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipes.in_loop import InLoop
 from recipes.precision import remote_trainer, trainer_actor
 from recipes.settings import RunConfig, SettingError
-from rollout.actor import RolloutActor
+from rollout.actor import AsyncRolloutActor, RolloutActor
 from shared_ops.model.config import ModelConfig
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,8 @@ class RuntimeSetupError(RuntimeError):
 
 
 class Sides:
-    """Both sides of a run. `rollout` and `trainer` have the methods of their actor classes."""
+    """Both sides of a run. `rollout` and `trainer` have the methods of their actor classes; with
+    max_lag, `rollout.submit(prompt, params)` gives a future of `rollout.generate`."""
 
     def __init__(self, rollout: Any, trainer: Any):
         self.rollout, self.trainer = rollout, trainer
@@ -70,6 +72,10 @@ class _Remote:
         method = getattr(self._handle, name)
         return lambda *args, **kwargs: _unwrapped(lambda: ray.get(method.remote(*args, **kwargs)))
 
+    def submit(self, prompt: Any, params: Any) -> Any:
+        """A future of `generate` for one prompt."""
+        return self._handle.generate.remote([prompt], [params]).future()
+
 
 class _RemoteSides(Sides):
     def _reports(self) -> list[Any]:
@@ -107,14 +113,25 @@ def start(config: RunConfig, model_folder: Path) -> Iterator[Sides]:
         RuntimeSetupError: Ray lacks the resources, or an actor does not start.
     """
     if config.runtime == "inline":
-        threads = _threads(config, model_folder)
-        yield Sides(
-            RolloutActor(model_folder, config.rollout, threads),
-            trainer_actor(config, model_folder, threads),
-        )
+        with _inline_rollout(config, model_folder) as rollout:
+            threads = _threads(config, model_folder)
+            yield Sides(rollout, trainer_actor(config, model_folder, threads))
         return
     with _cluster(config):
         yield _actors(config, model_folder)
+
+
+@contextmanager
+def _inline_rollout(config: RunConfig, model_folder: Path) -> Iterator[Any]:
+    threads = _threads(config, model_folder)
+    if config.max_lag is None:
+        yield RolloutActor(model_folder, config.rollout, threads)
+        return
+    rollout = InLoop(AsyncRolloutActor(model_folder, config.rollout, threads))
+    try:
+        yield rollout
+    finally:
+        rollout.close()
 
 
 def _threads(config: RunConfig, model_folder: Path) -> int:
@@ -176,7 +193,8 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
     _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
     threads = _threads(config, model_folder)
     options: dict[str, Any] = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
-    rollout = rollout_class(**options).remote(str(model_folder), config.rollout, threads)
+    kind = RolloutActor if config.max_lag is None else AsyncRolloutActor
+    rollout = rollout_class(kind, **options).remote(str(model_folder), config.rollout, threads)
     trainer = remote_trainer(config, str(model_folder), threads, **options)
     sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
     try:

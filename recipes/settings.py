@@ -83,6 +83,13 @@ class RunConfig:
     top_p, top_k, min_p: draw training completions from the likeliest tokens only; the kept sets
         travel to the trainer. Evaluation draws from all tokens.
     updates_per_batch: optimiser steps on one batch; all but the first see lag.
+    max_lag: asynchronous: rollouts go on while the trainer works, and a token may be at most so
+        many publications of the weights old when it is used. 0 waits like a synchronous run and
+        gives its bits; None is synchronous.
+    over_age: what becomes of a group with an older token: "refresh" asks it again, "drop" asks the
+        next problem instead.
+    lag_share: with max_lag, the share of stale tokens that is scored again under the weights that
+        drew them, each step (the comparison modes score all).
     save_every: steps between checkpoints; the last step is always saved.
     keep_checkpoints: older ones are removed.
     threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
@@ -118,6 +125,9 @@ class RunConfig:
     top_k: int = 0
     min_p: float = 0.0
     updates_per_batch: int = 1
+    max_lag: int | None = None
+    over_age: Literal["refresh", "drop"] = "refresh"
+    lag_share: float = 0.25
     save_every: int = 5
     keep_checkpoints: int = 2
     threads: int | None = None
@@ -136,6 +146,7 @@ class RunConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise SettingError(f"--{_flag(name)} is {getattr(self, name)}: use {bound} or more")
+        _check_lag(self)
         if self.threads is not None and self.threads < 1:
             raise SettingError(f"--threads is {self.threads}: use 1 or more, or leave it out")
         if self.evaluation.problems < 0 or self.evaluation.every < 0:
@@ -165,6 +176,18 @@ def _check_filters(config: RunConfig) -> None:
     except RequestError as error:
         name, _, rest = str(error).partition(" ")
         raise SettingError(f"--{_flag(name)} {rest}") from None
+
+
+def _check_lag(config: RunConfig) -> None:
+    if config.max_lag is not None and config.max_lag < 0:
+        raise SettingError(f"--max-lag is {config.max_lag}: use 0 or more, or leave it out")
+    if not 0 <= config.lag_share <= 1:
+        raise SettingError(f"--lag-share is {config.lag_share}: use a number from 0 to 1")
+    if config.max_lag and config.rollout.in_flight == "abort":
+        raise SettingError(
+            "--rollout.in-flight abort: with --max-lag nobody resumes what was cut, so use "
+            "recompute"
+        )
 
 
 def _flag(name: str) -> str:
@@ -266,12 +289,14 @@ def resolved(config: RunConfig) -> RunConfig:
     total_steps = config.trainer.total_steps
     if config.trainer.schedule != "constant":
         total_steps = total_steps or config.steps * config.updates_per_batch
+    kept = config.max_lag + 1 if config.max_lag else 0
     trainer = replace(
         config.trainer,
         device=device,
         dtype=dtype,
         mode=config.mode,
         total_steps=total_steps,
+        keep_versions=max(config.trainer.keep_versions, kept),
         max_completion_tokens=config.trainer.max_completion_tokens or config.max_tokens,
     )
     rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact)

@@ -7,7 +7,7 @@ import pytest
 
 from recipes.command_line import parse
 from recipes.grpo_gsm8k import main
-from tests.test_recipe import SMALL, without_timings
+from tests.test_recipe import SMALL, lines, without_timings
 
 pytestmark = pytest.mark.ray
 
@@ -21,6 +21,18 @@ def test_actors_give_the_inline_runs_lines_and_weights(tmp_path):
         assert without_timings(first / name) == without_timings(second / name)
     weights = [run / "checkpoints/step-000002/model.safetensors" for run in (first, second)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_actors_draw_while_the_trainer_steps_and_every_stale_token_is_proved(tmp_path):
+    words = [*SMALL, "--steps", "3", "--evaluation.problems", "0", "--runtime", "ray"]
+    assert main([*words, "--max-lag", "2", "--lag-share", "1", "--out", str(tmp_path)]) == 0
+    rows, completions = (lines(tmp_path / f"{name}.jsonl") for name in ("metrics", "completions"))
+    for row in rows:
+        tokens = sum(one["tokens"] for one in completions if one["step"] == row["step"])
+        stale = row["parity/lag_rescored_compared"]
+        assert row["parity/tokens_compared"] + stale == tokens > 0
+        assert row["parity/tokens_differing"] == row["parity/lag_rescored_differing"] == 0
+    assert sum(row["parity/lag_rescored_compared"] for row in rows) > 0
 
 
 def test_missing_resources_fail_in_seconds_and_name_need_and_have(monkeypatch):

@@ -81,8 +81,8 @@ def test_an_interrupted_run_resumes_to_the_same_lines_and_weights(finished, tmp_
 
     real = job.Job.finish_step
 
-    def killed_after_two(self, step, position):
-        real(self, step, position)
+    def killed_after_two(self, step):
+        real(self, step)
         if step == 1:
             raise KeyboardInterrupt
 
@@ -125,8 +125,8 @@ def test_dynamic_sampling_asks_until_enough_groups_inform_and_resumes(tmp_path, 
             assert row["filter_groups/num_gen_batches"] == 3
     real = job.Job.finish_step
 
-    def killed_after_two(self, step, position):
-        real(self, step, position)
+    def killed_after_two(self, step):
+        real(self, step)
         if step == 1:
             raise KeyboardInterrupt
 
@@ -141,12 +141,12 @@ def test_dynamic_sampling_asks_until_enough_groups_inform_and_resumes(tmp_path, 
 
 
 def test_no_draw_is_used_twice_in_a_step():
-    from recipes.drawing import sampling
+    from recipes.asking import sampling
 
     config = parse(SMALL)
-    first = sampling(config, 5, [[1], [2], [1]])
-    second = sampling(config, 5, [[2], [1], [3]], [[1], [2], [1]])
-    assert [one.first_sample for one in first + second] == [0, 0, 4, 4, 8, 0]
+    first, second = (sampling(config, batch, [[1], [2], [1], [1]]) for batch in (5, 6))
+    assert [one.first_sample for one in first] == [0, 0, 4, 8]
+    assert {one.seed for one in first}.isdisjoint(one.seed for one in second)
 
 
 def test_reward_functions_are_imported_and_weighed(tmp_path):

@@ -68,7 +68,7 @@ def test_a_filter_that_cannot_work_is_named(name, value, mend):
 
 
 def test_filters_reach_the_draws():
-    from recipes.drawing import sampling
+    from recipes.asking import sampling
 
     config = replace(parse(SMALL), top_p=0.9, top_k=20, min_p=0.01)
     (params,) = sampling(config, 0, [[1]])
