@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from recipes.audit import ProofError, require_same_policy
+from recipes.audit import ProofError, require_known_policy
 from recipes.command_line import parse
 from recipes.grpo_gsm8k import main
 from recipes.models import local_folder
@@ -67,7 +67,7 @@ def test_the_engine_holds_the_rounded_weights_and_the_digests_say_so(precision):
         assert sides.rollout.weights_digest() != digest_of(whole)
         assert any(not torch.equal(held[name], whole[name]) for name in whole)
         assert all(torch.equal(held[n], x) for n, x in rounded(whole, precision).items())
-        assert require_same_policy(sides, [])
+        assert require_known_policy(sides, [], 0, 0)
 
 
 def test_an_engine_with_whole_weights_is_caught():
@@ -76,7 +76,7 @@ def test_an_engine_with_whole_weights_is_caught():
         assert isinstance(sides.trainer, RoundingTrainerActor)
         sides.rollout.load_weights(*sides.trainer.trainer.publish())
         with pytest.raises(ProofError, match="are not the trainer's"):
-            require_same_policy(sides, [])
+            require_known_policy(sides, [], 0, 0)
 
 
 @pytest.mark.parametrize(
