@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup run check test parity bench
+.PHONY: setup run check test parity bench notebooks
 
 setup: ; python3 bootstrap.py test --collect-only -q > /dev/null
 
@@ -16,3 +16,5 @@ test: ; python3 bootstrap.py test
 parity: ; $(PYTHON) -m pytest -q tests/test_contracts.py tests/test_parity_chain.py tests/test_engine_bits.py
 
 bench: ; $(PYTHON) -m benchmarks.bench_main_job
+
+notebooks: ; $(PYTHON) -m notebooks.execute
