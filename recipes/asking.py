@@ -103,7 +103,7 @@ class AskingAhead:
         self._again: list[int] = list(state.get("pending", []))
         self._asked: list[_Asked] = []
         self._batch: _Batch | None = None
-        self._refreshed = self._dropped = 0
+        self._refreshed = self._dropped = self._across = 0
 
     def round(self, version: int) -> tuple[list[int], Groups]:
         size, rounds = self._config.prompts_per_step, self._config.max_lag or 0
@@ -111,7 +111,9 @@ class AskingAhead:
         taken = self._first_finished(size, version)
         self._asked = [asked for asked in self._asked if asked not in taken]
         self._fill(size * rounds)
-        return [asked.row for asked in taken], [asked.completions() for asked in taken]
+        groups = [asked.completions() for asked in taken]
+        self._across += sum(len(set(one.policy_versions)) > 1 for group in groups for one in group)
+        return [asked.row for asked in taken], groups
 
     def state(self) -> dict[str, Any]:
         pending = [*(asked.place for asked in self._asked), *self._again]
@@ -124,8 +126,9 @@ class AskingAhead:
             "async/groups_dropped": self._dropped,
             "async/groups_waiting": finished,
             "async/groups_in_flight": len(self._asked) - finished,
+            "async/completions_across_updates": self._across,
         }
-        self._refreshed = self._dropped = 0
+        self._refreshed = self._dropped = self._across = 0
         return counts if self._config.max_lag else {}
 
     def _fill(self, limit: int) -> None:
