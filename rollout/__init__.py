@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rollout.config import EngineConfig, EngineError
     from rollout.engine import Engine
     from rollout.request import Completion, RequestError, SamplingParams
+    from shared_ops.model.lora_config import LoraConfig
 
 _HOMES = {
     "AsyncEngine": "rollout.async_engine",
@@ -22,6 +23,7 @@ _HOMES = {
     "Engine": "rollout.engine",
     "EngineConfig": "rollout.config",
     "EngineError": "rollout.config",
+    "LoraConfig": "shared_ops.model.lora_config",
     "RequestError": "rollout.request",
     "SamplingParams": "rollout.request",
 }
@@ -32,6 +34,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineError",
+    "LoraConfig",
     "RequestError",
     "SamplingParams",
 ]

@@ -60,7 +60,10 @@ class RolloutActor:
         from shared_ops.attest import attest
 
         engine = self.engine
-        return attest(engine.model_config, device=engine.device.type, dtype=engine.config.dtype)
+        device = engine.device.type
+        return attest(
+            engine.model_config, device=device, dtype=engine.config.dtype, lora=engine.lora
+        )
 
     def version(self) -> int:
         return self.engine.version

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from shared_ops.model.lora_config import NO_LORA, LoraConfig
+
 InFlight = Literal["recompute", "keep", "abort"]
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,6 +34,8 @@ class EngineConfig:
         trainer can compute such logprobs again, so an exact engine refuses it), or "abort" and
         return them, for `Engine.resume`.
     exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
+    lora: with a rank or a folder, low-rank adapters stand beside the weights, which then stay as
+        they are: `load_weights` takes adapters. They start from the folder, or at 0.
     """
 
     device: str = "cpu"
@@ -46,6 +50,7 @@ class EngineConfig:
     memory_share: float = 0.4
     cuda_graphs: bool = True
     in_flight: InFlight = "recompute"
+    lora: LoraConfig = NO_LORA
 
     def __post_init__(self) -> None:
         for name in ("page_size", "max_batch_tokens", "max_sequences", "prefill_chunk"):

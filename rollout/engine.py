@@ -17,6 +17,7 @@ from rollout.ahead import is_live, plan_after
 from rollout.batch import build_batch
 from rollout.config import EngineConfig, InFlight, check_in_flight
 from rollout.graphs import DecodeGraphs, Flight
+from rollout.loading import adapters_beside, check_publication
 from rollout.memory import choose_num_pages, find_device, naming_memory, require_weights_fit
 from rollout.paged_kv import PagedKV
 from rollout.params import SamplingParams
@@ -29,7 +30,7 @@ from shared_ops.attest import attest
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of
 from shared_ops.model.vocabulary import vocab_limit
-from shared_ops.model.weights import Manifest, WeightsError, digest_of, load_folder
+from shared_ops.model.weights import Leaves, Manifest, WeightsError, digest_of, load_folder
 from shared_ops.opset import EXACT
 from shared_ops.ordinary import ORDINARY
 
@@ -63,11 +64,17 @@ class Engine:
         self.device = find_device(self.config.device)
         self.dtype = dtype_of(self.config.dtype)
         self.model_config = ModelConfig.from_folder(model_folder)
+        self.lora = self.config.lora.settled()
         if self.device.type == "cuda":
             if self.config.exact:
-                attest(self.model_config, device="cuda", dtype=self.config.dtype).raise_if_broken()
+                attest(
+                    self.model_config, device="cuda", dtype=self.config.dtype, lora=self.lora
+                ).raise_if_broken()
             require_weights_fit(self.model_config, self.dtype, self.device)
         self.weights = load_folder(model_folder, self.model_config, self.dtype, self.device)
+        self.adapters = adapters_beside(self.weights, self.lora) if self.lora.rank else None
+        # What load_weights replaces.
+        self._loaded: Leaves = self.adapters or self.weights
         self.vocab_limit = vocab_limit(model_folder, self.model_config)
         self.limits = Limits(
             self.model_config.vocab_size,
@@ -78,7 +85,7 @@ class Engine:
         )
         self.on_step: Callable[[Engine], None] | None = None
         self.ops = EXACT if self.config.exact else ORDINARY
-        self.model = Decoder(self.model_config, self.weights, self.ops)
+        self.model = Decoder(self.model_config, self.weights, self.ops, adapters=self.adapters)
         num_pages = choose_num_pages(self.config, self.model_config, self.dtype, self.device)
         # Ordinary attention takes lengths from the host, which a captured step would freeze.
         is_captured = self.config.cuda_graphs and self.config.exact and self.device.type == "cuda"
@@ -197,6 +204,7 @@ class Engine:
     ) -> list[Completion]:
         """Put other weights in place and prove it: the digest is taken of what now is in use.
 
+        With config.lora these are adapters, trained on the very weights that are here.
         The prefix cache is dropped. in_flight (default: config.in_flight) says what becomes of
         unfinished requests; those that it aborts are returned.
 
@@ -207,11 +215,11 @@ class Engine:
         """
         in_flight = in_flight or self.config.in_flight
         check_in_flight(in_flight, self.config.exact)
-        self._require_same_dtype(manifest)
+        check_publication(manifest, self.config.dtype, self._loaded)
         self._kept += self._land_flight()
         self._half_loaded = f"weights version {manifest.version} were not loaded whole"
         try:
-            self.weights.copy_from(tensors)
+            self._loaded.copy_from(tensors)
         except WeightsError:
             self._half_loaded = ""
             raise
@@ -225,8 +233,8 @@ class Engine:
         return self.scheduler.change_weights(manifest.version, in_flight)
 
     def weights_digest(self) -> str:
-        """sha256 of the weights in use, as in `Manifest.digest`."""
-        return digest_of(self.weights.views())
+        """sha256 of the weights (or adapters) in use, as in `Manifest.digest`."""
+        return digest_of(self._loaded.views())
 
     def stats(self) -> dict[str, float]:
         """Samples and pages now; tokens, and seconds in steps, since the start."""
@@ -359,14 +367,6 @@ class Engine:
         return PagedKV(
             self.model_config, num_pages, self.config.page_size, self.dtype, self.device, self.ops
         )
-
-    def _require_same_dtype(self, manifest: Manifest) -> None:
-        others = set(manifest.dtypes) - {self.config.dtype}
-        if others:
-            raise WeightsError(
-                f"weights version {manifest.version} are {sorted(others)[0]} and the engine's dtype"
-                f" is {self.config.dtype}: publish in the engine's dtype"
-            )
 
     def _require_whole_weights(self) -> None:
         if self._half_loaded:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from shared_ops.attention.reference import KV_TILE, tile_scores
 from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
-from shared_ops.attest_report import AttestationError, Check, Report, product_shapes
+from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
 from shared_ops.model.config import ModelConfig
+from shared_ops.model.lora_config import LoraConfig
 from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
 
 ROW_COUNTS = (1, 3, 16, 17, 80, 144)
@@ -140,7 +141,11 @@ def _attention(prover: _Prover, width: int) -> None:
 
 
 def attest(
-    config: ModelConfig, seed: int = 0, device: str = "cpu", dtype: str = "float32"
+    config: ModelConfig,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    lora: LoraConfig | None = None,
 ) -> Report:
     """Check every fact that a decoder of this shape relies on, on the device in use.
 
@@ -149,6 +154,7 @@ def attest(
         seed: of the random data; both sides of a run must use the same one.
         device: "cpu" or "cuda" (the current one).
         dtype: on CUDA, of weights and activations; a CPU computes in float32 whatever it is.
+        lora: settled settings of adapters; their products are checked as well.
 
     Returns:
         The checks and their fingerprint; call `raise_if_broken` on it.
@@ -160,10 +166,10 @@ def attest(
     if torch.device(device).type == "cuda":
         from shared_ops.attest_cuda import attest_cuda
 
-        return attest_cuda(config, getattr(torch, dtype), seed)
+        return attest_cuda(config, getattr(torch, dtype), seed, lora)
     start = time.perf_counter()
     prover = _Prover(seed)
-    for width, outputs in product_shapes(config):
+    for width, outputs in product_shapes(config) + lora_shapes(config, lora):
         _linear(prover, width, outputs)
         if width * outputs <= CHECK_LIMIT:
             _weight_gradient(prover, width, outputs)

@@ -15,7 +15,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shared_ops.attest_report import AttestationError, Check, Report, product_shapes
+from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
 from shared_ops.cuda import require_device, require_triton
 from shared_ops.fused.op import Widths, allow, can_be
 from shared_ops.model.config import ModelConfig
+from shared_ops.model.lora_config import LoraConfig
 
 if TYPE_CHECKING:
     from shared_ops.products import Shape
@@ -98,7 +99,9 @@ class _Prover:
         return not check.differing
 
 
-def attest_cuda(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Report:
+def attest_cuda(
+    config: ModelConfig, dtype: torch.dtype, seed: int = 0, lora: LoraConfig | None = None
+) -> Report:
     """Check every schedule that a decoder of this shape may run on the current CUDA device.
 
     Verdicts are kept in a file under a key of device, driver, torch, triton, project and shape.
@@ -110,10 +113,11 @@ def attest_cuda(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> Repor
     """
     require_device(torch.device("cuda"))
     require_triton()
-    path = _cache_file(config, dtype, seed)
+    narrow = lora_shapes(config, lora)
+    path = _cache_file(config, dtype, seed, narrow)
     verdict = json.loads(path.read_text()) if path.exists() else None
     if verdict is None:
-        verdict = _prove(config, dtype, seed)
+        verdict = _prove(config, dtype, seed, narrow)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(verdict))
@@ -144,11 +148,14 @@ def _apply(verdict: dict, dtype: torch.dtype) -> None:
         allow(Widths(hidden, head, dtype), is_equal)
 
 
-def _prove(config: ModelConfig, dtype: torch.dtype, seed: int) -> dict:
+def _prove(
+    config: ModelConfig, dtype: torch.dtype, seed: int, narrow: Sequence[tuple[int, int]] = ()
+) -> dict:
+    """narrow: products of adapters; they run on tiles alone, which is exact at any row count."""
     start, prover = time.perf_counter(), _Prover(seed)
     libraries, dropped_tiles = [], []
     with torch.inference_mode():
-        for depth, columns in product_shapes(config):
+        for depth, columns in (*product_shapes(config), *narrow):
             dropped_tiles += _tiles(prover, depth, columns, dtype)
         for shape in _library_shapes(config, dtype):
             libraries.append(_library(prover, shape))
@@ -361,7 +368,9 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
             )
 
 
-def _cache_file(config: ModelConfig, dtype: torch.dtype, seed: int) -> Path:
+def _cache_file(
+    config: ModelConfig, dtype: torch.dtype, seed: int, narrow: Sequence[tuple[int, int]] = ()
+) -> Path:
     """Under XDG_CACHE_HOME or ~/.cache; the name holds all that a verdict depends on."""
     source = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
@@ -375,6 +384,7 @@ def _cache_file(config: ModelConfig, dtype: torch.dtype, seed: int) -> Path:
         repr(config),
         str(dtype),
         str(seed),
+        *map(str, narrow),
     ]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shared_ops.model.config import ModelConfig
+from shared_ops.model.lora_config import GROUPS, LoraConfig, target_shapes
 
 
 class AttestationError(RuntimeError):
@@ -54,3 +55,16 @@ def product_shapes(config: ModelConfig) -> list[tuple[int, int]]:
             (config.hidden_size, config.vocab_size),
         }
     )
+
+
+def lora_shapes(config: ModelConfig, lora: LoraConfig | None) -> list[tuple[int, int]]:
+    """(K, N) of every product of the adapters, each once."""
+    if lora is None or not lora.rank:
+        return []
+    shapes, found = target_shapes(config), set()
+    for paths in GROUPS.values():
+        chosen = [n for p in paths if (n := p.rpartition(".")[2]) in lora.target_modules]
+        for name in chosen:
+            outputs, inputs = shapes[name]
+            found |= {(inputs, lora.rank * len(chosen)), (lora.rank, outputs)}
+    return sorted(found)

@@ -13,6 +13,7 @@ from shared_ops.attention.op import packed_attention, paged_attention
 from shared_ops.embedding.op import embedding
 from shared_ops.linear.op import linear
 from shared_ops.logprob.op import scaled_logits, select_logprobs, token_logprobs
+from shared_ops.lora.op import lora
 from shared_ops.rmsnorm.op import rmsnorm
 from shared_ops.rope.op import rope
 from shared_ops.swiglu.op import swiglu
@@ -20,6 +21,7 @@ from shared_ops.swiglu.op import swiglu
 
 class OpSet(NamedTuple):
     linear: Callable[..., Tensor]
+    lora: Callable[..., Tensor]
     rmsnorm: Callable[..., Tensor]
     rope: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
@@ -34,6 +36,7 @@ class OpSet(NamedTuple):
 
 EXACT = OpSet(
     linear=linear,
+    lora=lora,
     rmsnorm=rmsnorm,
     rope=rope,
     swiglu=swiglu,

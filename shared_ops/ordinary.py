@@ -11,11 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared_ops.logprob.restricted import Restriction, restrict
+from shared_ops.lora.spans import Spans, pieces
 from shared_ops.opset import OpSet
 
 
 def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return F.linear(x_TK, w_NK, bias_N)
+
+
+def lora(
+    y_TN: Tensor, x_TK: Tensor, a_QK: Tensor, b_MR: Tensor, spans: Spans, scale: float
+) -> Tensor:
+    out_TN = y_TN.clone()
+    for columns, z_TR, b_NR in pieces(spans, F.linear(x_TK, a_QK), b_MR):
+        out_TN[:, columns] += F.linear(z_TR, b_NR) * scale
+    return out_TN
 
 
 def rmsnorm(x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:
@@ -93,6 +103,7 @@ def token_logprobs(
 
 ORDINARY = OpSet(
     linear=linear,
+    lora=lora,
     rmsnorm=rmsnorm,
     rope=rope,
     swiglu=swiglu,

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "recipes": {"recipes", "rollout", "trainer", "shared_ops"},
     "benchmarks": set(PACKAGES),
 }
-OPS = ("linear", "rmsnorm", "rope", "swiglu", "attention", "logprob", "embedding", "sample")
+OPS = ("linear", "lora", "rmsnorm", "rope", "swiglu", "attention", "logprob", "embedding", "sample")
 ACTORS = ("rollout/actor.py", "trainer/actor.py")
 MAY_USE = {
     "ray": ("recipes/", "benchmarks/", *ACTORS),
@@ -40,6 +40,7 @@ WITHOUT_TORCH = (
     "trainer.config",
     "trainer.advantage",
     "shared_ops.model.config",
+    "shared_ops.model.lora_config",
     "shared_ops.model.vocabulary",
     "shared_ops.sample.key",
 )

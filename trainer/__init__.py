@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shared_ops.model.lora_config import LoraConfig
     from trainer.checkpoint import CheckpointError
     from trainer.config import TrainerConfig, TrainerConfigError
     from trainer.parity import ParityError, ParityReport
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointError": "trainer.checkpoint",
+    "LoraConfig": "shared_ops.model.lora_config",
     "ParityError": "trainer.parity",
     "ParityReport": "trainer.parity",
     "TrainSample": "trainer.sample",
@@ -26,6 +28,7 @@ _HOMES = {
 
 __all__ = [
     "CheckpointError",
+    "LoraConfig",
     "ParityError",
     "ParityReport",
     "TrainSample",

@@ -71,7 +71,9 @@ class TrainerActor:
 
         trainer = self.trainer
         device = trainer.ranks.device.type
-        return attest(trainer.model_config, device=device, dtype=trainer.config.dtype)
+        return attest(
+            trainer.model_config, device=device, dtype=trainer.config.dtype, lora=trainer.lora
+        )
 
     def version(self) -> int:
         return self.trainer.version

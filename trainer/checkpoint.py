@@ -1,6 +1,7 @@
 """Checkpoints: folders that appear whole or not at all, and say so themselves when damaged.
 
-A checkpoint is a Hugging Face folder (working weights, config, tokenizer) with three files more:
+A checkpoint is a Hugging Face folder (working weights, config, tokenizer), or a peft folder where
+adapters are trained, with three files more:
 `training.safetensors` (float32 masters and the optimiser's moments), `state.json`, and
 `digests.json` with the sha256 of every other file. It is written beside its place under a
 temporary name, flushed to disk, and renamed.
@@ -20,7 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared_ops.model.weights import Weights, save_folder
+from shared_ops.model.adapters import Adapters, save_adapters
+from shared_ops.model.lora_config import TENSORS_FILE
+from shared_ops.model.weights import Leaves, Weights, save_folder
 
 FORMAT = 1
 TENSORS, STATE, DIGESTS = "training.safetensors", "state.json", "digests.json"
@@ -32,7 +35,7 @@ class CheckpointError(ValueError):
 
 def write(
     path: str | Path,
-    weights: Weights,
+    weights: Leaves,
     source_folder: str | Path,
     tensors: dict[str, Tensor],
     state: dict[str, Any],
@@ -55,7 +58,7 @@ def write(
     scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     try:
         folder = scratch / "checkpoint"
-        save_folder(folder, weights, source_folder)
+        _save_model(folder, weights, Path(source_folder))
         save_file(_contiguous(tensors), folder / TENSORS)
         (folder / STATE).write_text(text)
         digests = {file.name: _sha256(file) for file in sorted(folder.iterdir())}
@@ -68,6 +71,14 @@ def write(
         _flush(path.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _save_model(folder: Path, weights: Leaves, source_folder: Path) -> None:
+    if isinstance(weights, Adapters):
+        save_adapters(folder, weights, source_folder.resolve())
+    else:
+        assert isinstance(weights, Weights)
+        save_folder(folder, weights, source_folder)
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -91,7 +102,8 @@ def verify(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     digests = _load(path, DIGESTS)
-    if not {STATE, TENSORS, "model.safetensors"} <= digests.keys():
+    models = {"model.safetensors", TENSORS_FILE}
+    if not ({STATE, TENSORS} <= digests.keys() and models & digests.keys()):
         raise CheckpointError(f"checkpoint {str(path)!r} is damaged: {DIGESTS} is not complete")
     for name, digest in digests.items():
         file = path / name
@@ -107,6 +119,31 @@ def verify(path: str | Path) -> dict[str, Any]:
             f"{FORMAT}; use the version that wrote it"
         )
     return state
+
+
+def check_base(path: str | Path, state: dict[str, Any], own: Leaves) -> None:
+    """Refuse adapters for whole weights, the other way round, and those of another base or scale.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    base, scale = state.get("base", ""), state.get("scale", 1.0)
+    if bool(base) != bool(own.base):
+        kinds = ("whole weights", "adapters")
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} holds {kinds[bool(base)]}, this trainer trains "
+            f"{kinds[bool(own.base)]}; give the lora settings that it was trained with"
+        )
+    if base != own.base:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} holds adapters of another base model (digest {base[:16]}, "
+            f"here {own.base[:16]}); give the model and dtype that it was trained from"
+        )
+    if scale != own.scale:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} has adapters scaled by {scale:g}, this trainer scales by "
+            f"{own.scale:g}; give the lora.alpha that it was trained with"
+        )
 
 
 def check_same(

@@ -16,6 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shared_ops.model.lora_config import NO_LORA, LoraConfig
+
 Mode = Literal["bitwise", "none", "tis", "mis"]
 Level = Literal["token", "sequence", "geometric"]
 LagCorrection = Literal["ppo", "decoupled", "tis", "mis"]
@@ -86,6 +88,7 @@ class TrainerConfig:
         keep_versions: published versions of the weights that are kept (in dtype), so that stale
             tokens can be scored under the version that drew them; 0 keeps none.
         keep_versions_on: "device", "cpu" (host memory) or "disk" (a temporary folder).
+        lora: with a rank, low-rank adapters are trained and published instead of the weights.
     """
 
     device: str = "cpu"
@@ -125,6 +128,8 @@ class TrainerConfig:
     recompute: bool = False
     keep_versions: int = 0
     keep_versions_on: Place = "cpu"
+
+    lora: LoraConfig = NO_LORA
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

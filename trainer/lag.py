@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared_ops.model.weights import Weights
+from shared_ops.model.weights import Leaves
 from trainer.parity import FirstDifference, ParityReport, compare, ulp_distance
 from trainer.sample import TrainSample
 
@@ -31,9 +31,9 @@ class KeptVersions:
         self._keep, self._place = keep, place
         self._kept: dict[int, list[Tensor] | Path] = {}
         self._folder = tempfile.TemporaryDirectory("-zerokl-versions") if place == "disk" else None
-        self._spare: Weights | None = None
+        self._spare: Leaves | None = None
 
-    def add(self, version: int, weights: Weights) -> None:
+    def add(self, version: int, weights: Leaves) -> None:
         """Keep a copy of what is published now; the oldest beyond `keep` goes."""
         if not self._keep or version in self._kept:
             return
@@ -43,7 +43,7 @@ class KeptVersions:
             if isinstance(gone, Path):
                 gone.unlink()
 
-    def at(self, version: int, like: Weights) -> Weights:
+    def at(self, version: int, like: Leaves) -> Leaves:
         """A kept version's weights, in one spare copy that the next call overwrites.
 
         like: the working weights, for dtype and device.
@@ -57,7 +57,8 @@ class KeptVersions:
                 f"keep_versions, now {self._keep}, or use fresher samples"
             )
         if self._spare is None:
-            self._spare = like.to(like.embed_VD.dtype, like.embed_VD.device)
+            first = like.leaves()[0]
+            self._spare = like.to(first.dtype, first.device)
         kept, leaves = self._kept[version], self._spare.leaves()
         if isinstance(kept, Path):
             stored = load_file(kept)
@@ -157,8 +158,8 @@ class LagProver:
     def __init__(
         self,
         kept: KeptVersions,
-        working: Weights,
-        score: Callable[[Weights, Sequence[TrainSample]], list[Tensor]],
+        working: Leaves,
+        score: Callable[[Leaves, Sequence[TrainSample]], list[Tensor]],
     ) -> None:
         self.kept, self._working, self._score = kept, working, score
 

@@ -1,21 +1,24 @@
 """Publication of the working weights: what the sampler loads."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from shared_ops.model.weights import Manifest, Weights, make_manifest
+from shared_ops.model.weights import Leaves, Manifest, make_manifest
 
 Publication = tuple[Manifest, dict[str, Tensor]]
 
 
-def publish(version: int, weights: Weights) -> Publication:
-    """Manifest with digest, and tensors by Hugging Face name.
+def publish(version: int, weights: Leaves) -> Publication:
+    """Manifest with digest, and tensors by Hugging Face's name (of adapters, peft's).
 
     The tensors are detached but alias the live weights: the next optimiser step changes them in
     place. Copy them (an engine's load_weights does) before that step; loading them later fails the
     digest.
     """
     tensors = weights.views()
-    return make_manifest(version, tensors), tensors
+    manifest = make_manifest(version, tensors)
+    return replace(manifest, base=weights.base, scale=weights.scale), tensors
 
 
 def own_storage(publication: Publication) -> Publication:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from shared_ops.attest import attest
+from shared_ops.model.adapters import Adapters, start_adapters
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of, run_plainly
 from shared_ops.model.vocabulary import vocab_limit
-from shared_ops.model.weights import Manifest, Weights, load_folder
+from shared_ops.model.weights import Leaves, Manifest, Weights, digest_of, load_folder
 from shared_ops.opset import EXACT, OpSet
 from trainer import checkpoint, metrics
 from trainer.checks import check_fit, check_trainable
@@ -45,7 +46,8 @@ class Trainer:
         """Load a model.
 
         Args:
-            model_folder: Hugging Face folder; with beta > 0 it is the reference as well.
+            model_folder: Hugging Face folder; with beta > 0 it is the reference as well, and with
+                adapters (config.lora) the frozen base.
             config: settings; None takes the defaults.
 
         Raises:
@@ -57,8 +59,11 @@ class Trainer:
         self.ranks = Ranks(self.config.device)
         self.model_config = ModelConfig.from_folder(self.folder)
         self.vocab_limit = vocab_limit(self.folder, self.model_config)
+        self.lora = self.config.lora.settled()
         if self.config.exact and self.ranks.device.type == "cuda":
-            attest(self.model_config, device="cuda", dtype=self.config.dtype).raise_if_broken()
+            attest(
+                self.model_config, device="cuda", dtype=self.config.dtype, lora=self.lora
+            ).raise_if_broken()
         self.version = self.steps = self.num_tokens = 0
         self._load_weights()
         self.optimizer = AdamW(self._masters.leaves(), self.config)
@@ -68,22 +73,34 @@ class Trainer:
         )
 
     def _load_weights(self) -> None:
-        """Masters are float32; the working weights are themselves, or a copy in the run's dtype."""
-        dtype = dtype_of(self.config.dtype)
-        self._masters = load_folder(
-            self.folder, self.model_config, torch.float32, self.ranks.device
-        )
+        """Masters are float32; the working weights are themselves, or a copy in the run's dtype.
+
+        Either are what is trained: all weights, or adapters beside weights that are frozen.
+        """
+        dtype, device = dtype_of(self.config.dtype), self.ranks.device
+        self._masters: Leaves
+        self._base: Weights | None = None
+        if self.lora.rank:
+            self._base = load_folder(self.folder, self.model_config, dtype, device)
+            self._masters = start_adapters(self.model_config, self.lora, torch.float32, device)
+            self._masters.base = digest_of(self._base.views())
+        else:
+            self._masters = load_folder(self.folder, self.model_config, torch.float32, device)
         whole = dtype == torch.float32
-        self._weights = self._masters if whole else self._masters.to(dtype, self.ranks.device)
+        self._weights = self._masters if whole else self._masters.to(dtype, device)
         self._scorer = self._scorer_of(self._weights)
         self._reference: Scorer | None = None
         if self.config.beta:
-            self._reference = self._scorer_of(self._weights.to(dtype, self.ranks.device))
+            self._reference = self._scorer_of(self._base or self._weights.to(dtype, device))
         self._weights.requires_grad_(True)
 
-    def _scorer_of(self, weights: Weights) -> Scorer:
+    def _scorer_of(self, trained: Leaves) -> Scorer:
+        """Of all weights, or of adapters beside the frozen ones."""
+        adapters = trained if isinstance(trained, Adapters) else None
+        weights = self._base if adapters else trained
+        assert isinstance(weights, Weights)
         run_layer = recomputed if self.config.recompute else run_plainly
-        model = Decoder(self.model_config, weights, self._ops(), run_layer)
+        model = Decoder(self.model_config, weights, self._ops(), run_layer, adapters)
         return Scorer(model, self.vocab_limit)
 
     def _ops(self) -> OpSet:
@@ -287,7 +304,7 @@ class Trainer:
                 leaf.copy_(master)
 
     def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
-        """The working weights for a sampler; the tensors alias them (trainer/publish.py)."""
+        """The working weights or adapters for a sampler; the tensors alias them (publish.py)."""
         self._lag.kept.add(self.version, self._weights)
         return publish(self.version, self._weights)
 
@@ -312,7 +329,8 @@ class Trainer:
         """Write a checkpoint that continues to the bit (trainer/checkpoint.py).
 
         Args:
-            path: its folder, which a Hugging Face loader can read as a model; replaced if there.
+            path: its folder, which a Hugging Face loader can read as a model, or peft as adapters;
+                replaced if there.
             extra: what the caller wants back, as JSON holds it (data position, pending samples).
 
         Raises:
@@ -324,6 +342,8 @@ class Trainer:
             "version": self.version,
             "num_tokens": self.num_tokens,
             "dtype": self.config.dtype,
+            "base": self._weights.base,
+            "scale": self._weights.scale,
             "extra": extra or {},
         }
         if self.ranks.is_first:
@@ -337,6 +357,7 @@ class Trainer:
             CheckpointError: missing, damaged, or of another model or dtype; nothing was changed.
         """
         state, tensors = checkpoint.read(path)
+        checkpoint.check_base(path, state, self._weights)
         own = self._state_tensors()
         checkpoint.check_same(path, state["dtype"], self.config.dtype, tensors, own)
         with torch.no_grad():

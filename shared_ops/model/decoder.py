@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from shared_ops.fused.op import is_allowed
+from shared_ops.model.adapters import NO_ADAPTERS, Adapters, project
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.fused_layers import run_layers
 from shared_ops.model.kv import KV
@@ -31,7 +32,8 @@ def run_plainly(body: Callable[[Layer, Tensor], Tensor], layer: Layer, x_TD: Ten
 class Decoder:
     """Llama, SmolLM2, Mistral, Qwen2, Qwen2.5 or Qwen3 over given weights.
 
-    The weights are used as they are, not copied: an in-place update is seen by the next call.
+    Weights and adapters are used as they are, not copied: an in-place update is seen by the next
+    call.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Decoder:
         weights: Weights,
         ops: OpSet = EXACT,
         run_layer: RunLayer = run_plainly,
+        adapters: Adapters | None = None,
     ):
         """run_layer: see `run_plainly`; not asked where layers run fused (ops.fuses)."""
         self.config, self.weights, self.ops, self.run_layer = config, weights, ops, run_layer
+        self.adapters = adapters.layers if adapters else [NO_ADAPTERS] * config.num_layers
         self._rope = RopeTable(config.rope, config.head_dim, weights.embed_VD.device)
         self._rope.reserve(min(config.max_positions, 4096))
 
@@ -73,7 +77,7 @@ class Decoder:
         angles = self._rope.rows(positions_T)
         x_TD = self.ops.embedding(token_ids_T, self.weights.embed_VD)
         if observe is None and self.ops.fuses and is_allowed(x_TD, self.config.head_dim):
-            return run_layers(self.config, self.weights, self.ops, x_TD, angles, kv)
+            return run_layers(self.config, self.weights, self.adapters, self.ops, x_TD, angles, kv)
         see("embedding", x_TD)
         for index, layer in enumerate(self.weights.layers):
             body = partial(self._layer, index, angles, kv, see)
@@ -89,15 +93,15 @@ class Decoder:
             see(f"layer {index}: {name}", value)
 
         x_TD = x_TD + self._attention(index, layer, x_TD, angles, kv, see_layer)
-        x_TD = x_TD + self._mlp(layer, x_TD, see_layer)
+        x_TD = x_TD + self._mlp(index, layer, x_TD, see_layer)
         see_layer("residual", x_TD)
         return x_TD
 
     def _attention(self, index: int, layer: Layer, x_TD, angles, kv: KV, see: Observe) -> Tensor:
-        config, ops = self.config, self.ops
+        config, ops, adapters = self.config, self.ops, self.adapters[index]
         x_TD = ops.rmsnorm(x_TD, layer.attention_norm_D, config.norm_eps)
         see("rmsnorm before attention", x_TD)
-        qkv_TN = ops.linear(x_TD, layer.qkv_ND, layer.qkv_bias_N)
+        qkv_TN = project(ops, adapters.qkv, x_TD, layer.qkv_ND, layer.qkv_bias_N, see)
         see("linear qkv", qkv_TN)
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         q_THE, k_TKE, v_TKE = qkv_TN.view(-1, sum(heads), config.head_dim).split(heads, dim=1)
@@ -111,18 +115,20 @@ class Decoder:
         see("rope of keys", k_TKE)
         o_THE = kv.attend(index, q_THE, k_TKE, v_TKE)
         see("attention", o_THE)
-        out_TD = ops.linear(o_THE.reshape(x_TD.shape[0], -1), layer.output_DN)
+        o_TN = o_THE.reshape(x_TD.shape[0], -1)
+        out_TD = project(ops, adapters.output, o_TN, layer.output_DN, see=see)
         see("linear attention output", out_TD)
         return out_TD
 
-    def _mlp(self, layer: Layer, x_TD: Tensor, see: Observe) -> Tensor:
+    def _mlp(self, index: int, layer: Layer, x_TD: Tensor, see: Observe) -> Tensor:
+        adapters = self.adapters[index]
         x_TD = self.ops.rmsnorm(x_TD, layer.mlp_norm_D, self.config.norm_eps)
         see("rmsnorm before mlp", x_TD)
-        gate_up_T2F = self.ops.linear(x_TD, layer.gate_up_2FD)
+        gate_up_T2F = project(self.ops, adapters.gate_up, x_TD, layer.gate_up_2FD, see=see)
         see("linear gate and up", gate_up_T2F)
         x_TF = self.ops.swiglu(gate_up_T2F)
         see("swiglu", x_TF)
-        out_TD = self.ops.linear(x_TF, layer.down_DF)
+        out_TD = project(self.ops, adapters.down, x_TF, layer.down_DF, see=see)
         see("linear down", out_TD)
         return out_TD
 

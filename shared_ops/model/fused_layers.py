@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from shared_ops.fused.op import add_rmsnorm, rotated_heads
+from shared_ops.model.adapters import LayerAdapters, project
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.kv import KV
 from shared_ops.model.weights import Layer, Weights
@@ -12,6 +13,7 @@ from shared_ops.opset import OpSet
 def run_layers(
     config: ModelConfig,
     weights: Weights,
+    adapters: list[LayerAdapters],
     ops: OpSet,
     x_TD: Tensor,
     angles: tuple[Tensor, Tensor],
@@ -21,10 +23,10 @@ def run_layers(
     layers, eps = weights.layers, config.norm_eps
     normed_TD = ops.rmsnorm(x_TD, layers[0].attention_norm_D, eps)
     for index, layer in enumerate(layers):
-        out_TD = _attention(config, ops, index, layer, normed_TD, angles, kv)
+        out_TD = _attention(config, ops, index, layer, adapters[index], normed_TD, angles, kv)
         x_TD, normed_TD = add_rmsnorm(x_TD, out_TD, layer.mlp_norm_D, eps)
-        gate_up_T2F = ops.linear(normed_TD, layer.gate_up_2FD)
-        out_TD = ops.linear(ops.swiglu(gate_up_T2F), layer.down_DF)
+        gate_up_T2F = project(ops, adapters[index].gate_up, normed_TD, layer.gate_up_2FD)
+        out_TD = project(ops, adapters[index].down, ops.swiglu(gate_up_T2F), layer.down_DF)
         is_last = index + 1 == len(layers)
         norm_D = weights.final_norm_D if is_last else layers[index + 1].attention_norm_D
         x_TD, normed_TD = add_rmsnorm(x_TD, out_TD, norm_D, eps)
@@ -32,13 +34,20 @@ def run_layers(
 
 
 def _attention(
-    config: ModelConfig, ops: OpSet, index: int, layer: Layer, x_TD: Tensor, angles, kv: KV
+    config: ModelConfig,
+    ops: OpSet,
+    index: int,
+    layer: Layer,
+    adapters: LayerAdapters,
+    x_TD: Tensor,
+    angles,
+    kv: KV,
 ) -> Tensor:
-    qkv_TN = ops.linear(x_TD, layer.qkv_ND, layer.qkv_bias_N)
+    qkv_TN = project(ops, adapters.qkv, x_TD, layer.qkv_ND, layer.qkv_bias_N)
     heads, norms = (config.num_heads, config.num_kv_heads), None
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
         norms = layer.q_norm_E, layer.k_norm_E
     q_THE, k_TKE = rotated_heads(qkv_TN, heads, norms, angles, config.norm_eps)
     v_TKE = qkv_TN.view(len(x_TD), -1, config.head_dim)[:, sum(heads) :]
     o_THE = kv.attend(index, q_THE, k_TKE, v_TKE)
-    return ops.linear(o_THE.reshape(len(x_TD), -1), layer.output_DN)
+    return project(ops, adapters.output, o_THE.reshape(len(x_TD), -1), layer.output_DN)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,7 +51,61 @@ class Layer:
                 yield field.name, value
 
 
-class Weights:
+class Leaves:
+    """Storage tensors that are loaded, stepped and published together.
+
+    base, scale: as in `Manifest`.
+    """
+
+    base: str = ""
+    scale: float = 1.0
+
+    def named_leaves(self) -> list[tuple[str, Tensor]]:
+        """Every storage tensor once, in a fixed order, with a name of our own."""
+        raise NotImplementedError
+
+    def views(self) -> dict[str, Tensor]:
+        """Name in files and publications -> detached view into the leaves."""
+        raise NotImplementedError
+
+    def leaves(self) -> list[Tensor]:
+        """What an optimiser steps: every storage tensor once, in a fixed order."""
+        return [leaf for _, leaf in self.named_leaves()]
+
+    def leaf_names(self) -> list[str]:
+        """Names of `leaves`, in the same order."""
+        return [name for name, _ in self.named_leaves()]
+
+    def empty_like(self, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """The same leaves in another dtype or on another device, not filled."""
+        raise NotImplementedError
+
+    def to(self, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """A copy in another dtype or on another device."""
+        copy = self.empty_like(dtype, device)
+        for target, source in zip(copy.leaves(), self.leaves(), strict=True):
+            target.copy_(source.detach())
+        return copy
+
+    def requires_grad_(self, flag: bool = True) -> Self:
+        for leaf in self.leaves():
+            leaf.requires_grad_(flag)
+        return self
+
+    @torch.no_grad()
+    def copy_from(self, tensors: dict[str, Tensor]) -> None:
+        """Overwrite in place, by the names of `views`; nothing changes unless everything fits.
+
+        Raises:
+            WeightsError: a tensor is missing, unknown or of another shape.
+        """
+        views = self.views()
+        check_names({name: view.shape for name, view in views.items()}, tensors)
+        for name, view in views.items():
+            view.copy_(tensors[name])
+
+
+class Weights(Leaves):
     """All leaves of a decoder. `head_VD is embed_VD` when tied."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str):
@@ -69,7 +124,6 @@ class Weights:
         return torch.empty((rows, columns), dtype=dtype, device=device)
 
     def named_leaves(self) -> list[tuple[str, Tensor]]:
-        """Every storage tensor once, in a fixed order, with a name of our own."""
         leaves = [("embedding", self.embed_VD)]
         for index, layer in enumerate(self.layers):
             leaves += [(f"layer {index}: {name}", value) for name, value in layer.leaves()]
@@ -77,14 +131,6 @@ class Weights:
         if not self.config.tie_embeddings:
             leaves.append(("head", self.head_VD))
         return leaves
-
-    def leaves(self) -> list[Tensor]:
-        """What an optimiser steps: every storage tensor once, in a fixed order."""
-        return [leaf for _, leaf in self.named_leaves()]
-
-    def leaf_names(self) -> list[str]:
-        """Names of `leaves`, in the same order."""
-        return [name for name, _ in self.named_leaves()]
 
     def views(self) -> dict[str, Tensor]:
         """Hugging Face name -> detached view into the leaves (a tied head is not listed)."""
@@ -96,29 +142,8 @@ class Weights:
             named[HEAD] = self.head_VD
         return {name: tensor.detach() for name, tensor in named.items()}
 
-    def requires_grad_(self, flag: bool = True) -> "Weights":
-        for leaf in self.leaves():
-            leaf.requires_grad_(flag)
-        return self
-
-    def to(self, dtype: torch.dtype, device: torch.device | str) -> "Weights":
-        """A copy in another dtype or on another device."""
-        copy = Weights(self.config, dtype, device)
-        for target, source in zip(copy.leaves(), self.leaves(), strict=True):
-            target.copy_(source.detach())
-        return copy
-
-    @torch.no_grad()
-    def copy_from(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite in place, by Hugging Face name; nothing changes unless everything fits.
-
-        Raises:
-            WeightsError: a tensor is missing, unknown or of another shape.
-        """
-        views = self.views()
-        check_names({name: view.shape for name, view in views.items()}, tensors)
-        for name, view in views.items():
-            view.copy_(tensors[name])
+    def empty_like(self, dtype: torch.dtype, device: torch.device | str) -> "Weights":
+        return Weights(self.config, dtype, device)
 
 
 def check_names(wanted: dict[str, torch.Size], tensors: dict[str, Tensor]) -> None:
@@ -181,6 +206,9 @@ class Manifest:
 
     Example: Manifest(version=3, names=("lm_head.weight", ...), shapes=((480, 128), ...),
     dtypes=("float32", ...), digest="9f2c...").
+
+    Of adapters, `base` is the digest of the frozen weights that they were trained on (else empty),
+    and `scale` what their path is multiplied by.
     """
 
     version: int
@@ -188,6 +216,8 @@ class Manifest:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     digest: str
+    base: str = ""
+    scale: float = 1.0
 
 
 def _dtype_name(tensor: Tensor) -> str:
