@@ -21,6 +21,7 @@ def plan_lines(config: RunConfig, task: Task, folder: Path, out: Path) -> list[s
     return [
         f"model      {config.model}: {model.family}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {config.dtype} on {config.device}",
+        *_adapters(config, model),
         f"data       {config.data}: {len(task.train):,} problems to train on,"
         f" {len(task.test_prompts):,} held out",
         f"rollout    {steps:,} steps x {config.prompts_per_step} prompts x {config.group_size}"
@@ -48,7 +49,11 @@ PROMISES = {
 def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     """Bytes of weights, masters, gradients, Adam, KV pages and one micro-batch's activations."""
     size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
-    trainer = parameters * (4 * 4 + (0 if size == 4 else size))
+    adapters = config.lora.num_parameters(model)
+    trainer = (adapters or parameters) * (4 * 4 + (0 if size == 4 else size))
+    if adapters:
+        trainer += parameters * size
+        parameters += adapters
     token_kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
     width = 8 * model.hidden_size + 4 * model.intermediate_size
     kept = model.num_layers * width
@@ -58,6 +63,16 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
     return parameters * size + trainer + kv + activations + logits
+
+
+def _adapters(config: RunConfig, model: ModelConfig) -> list[str]:
+    lora = config.lora
+    if not lora.rank:
+        return []
+    return [
+        f"adapters   rank {lora.rank}, scale {lora.scale:g}, {lora.num_parameters(model):,} trained"
+        f" parameters on {', '.join(lora.target_modules)}; the model is frozen"
+    ]
 
 
 def kv_pages(config: RunConfig, model: ModelConfig, task: Task) -> int:

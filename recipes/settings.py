@@ -10,6 +10,7 @@ from typing import Any, Literal
 from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
 from rollout.request import LEAST_TEMPERATURE, RequestError, SamplingParams
+from shared_ops.model.lora_config import NO_LORA, LoraConfig
 from trainer.config import TrainerConfig
 
 EMBEDDED = "embedded"
@@ -97,6 +98,7 @@ class RunConfig:
     reward_functions: dotted import paths of functions as recipes/rewards.py describes them.
     reward_weights: of their rewards in the sum, one each.
     expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
+    lora: of both sides; with a rank (or a folder) adapters are trained and the model is frozen.
     """
 
     preset: str = "tiny"
@@ -135,6 +137,7 @@ class RunConfig:
     reward_weights: tuple[float, ...] = (1.0,)
     expected_accuracy: float | None = None
 
+    lora: LoraConfig = NO_LORA
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     rollout: EngineConfig = field(default_factory=EngineConfig)
@@ -273,18 +276,21 @@ def preset_of(name: str | None, model: str | None) -> RunConfig:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """One value where two are bound to agree: device, dtype and mode reach both sides.
+    """One value where two are bound to agree: device, dtype, mode and lora reach both sides.
 
     Raises:
         SettingError: a side was given another value than the run.
+        LoraError: the folder of adapters cannot be used.
     """
     device = config.device
     if device == "auto":
         device = "cuda" if gpu_present() else "cpu"
     dtype = config.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-    for name, value in (("device", device), ("dtype", dtype), ("mode", config.mode)):
+    shared = {"device": device, "dtype": dtype, "mode": config.mode, "lora": config.lora}
+    for name, value in shared.items():
         _refuse_other(config, name, value)
     _check_sampler_precision(replace(config, dtype=dtype))
+    lora = config.lora.settled()
     exact = config.mode == "bitwise" and config.rollout.exact
     total_steps = config.trainer.total_steps
     if config.trainer.schedule != "constant":
@@ -298,9 +304,10 @@ def resolved(config: RunConfig) -> RunConfig:
         total_steps=total_steps,
         keep_versions=max(config.trainer.keep_versions, kept),
         max_completion_tokens=config.trainer.max_completion_tokens or config.max_tokens,
+        lora=lora,
     )
-    rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact)
-    return replace(config, device=device, dtype=dtype, trainer=trainer, rollout=rollout)
+    rollout = replace(config.rollout, device=device, dtype=dtype, exact=exact, lora=lora)
+    return replace(config, device=device, dtype=dtype, lora=lora, trainer=trainer, rollout=rollout)
 
 
 def _refuse_other(config: RunConfig, name: str, value: str) -> None:

@@ -89,13 +89,14 @@ class LoraConfig:
         """
         if self.folder is None:
             return self
-        own = read_settings(self.folder)
+        own = read_settings(Path(self.folder).expanduser())
         if self.rank not in (0, own.rank):
             raise LoraError(
                 f"lora.rank is {self.rank} and the adapters in {self.folder!r} have rank "
                 f"{own.rank}: leave lora.rank out"
             )
-        return replace(own, seed=self.seed, folder=self.folder)
+        place = str(Path(self.folder).expanduser().resolve())
+        return replace(own, seed=self.seed, folder=place)
 
     def num_parameters(self, model: ModelConfig) -> int:
         """Of all adapters of a model."""
