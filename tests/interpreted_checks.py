@@ -22,6 +22,8 @@ from shared_ops.linear import kernels as linear_kernels
 from shared_ops.linear import reference as linear_reference
 from shared_ops.logprob import kernels as logprob_kernels
 from shared_ops.logprob import reference as logprob_reference
+from shared_ops.lora import kernels as lora_kernels
+from shared_ops.lora import reference as lora_reference
 from shared_ops.products import PLAIN, run, tiles
 from shared_ops.rmsnorm import kernels as rmsnorm_kernels
 from shared_ops.rmsnorm import reference as rmsnorm_reference
@@ -54,6 +56,23 @@ def check_linear() -> None:
             linear_kernels.backward(dy_TN, x_TK, w_NK, needs),
             linear_reference.backward(dy_TN, x_TK, w_NK, needs),
         )
+
+
+def check_lora() -> None:
+    """Ranks below a tile's depth, and columns of y that no adapter writes."""
+    for rows, width, rank, spans in (
+        (1, 40, 1, ((0, 70),)),
+        (33, 72, 8, ((3, 20), (20, 65))),
+    ):
+        columns = sum(end - first for first, end in spans)
+        y_TN, x_TK = torch.randn(rows, 80), torch.randn(rows, width)
+        a_QK, b_MR = torch.randn(rank * len(spans), width), torch.randn(columns, rank)
+        before, got = y_TN.clone(), lora_kernels.forward(y_TN, x_TK, a_QK, b_MR, spans, 0.7)
+        assert torch.equal(y_TN, before)
+        wanted = lora_reference.forward(y_TN, x_TK, a_QK, b_MR, spans, 0.7)
+        all_close(got, wanted)
+        rest = (torch.randn(rows, 80), x_TK, wanted[1], a_QK, b_MR, spans, 0.7, True)
+        all_close(lora_kernels.backward(*rest), lora_reference.backward(*rest))
 
 
 def check_tiles() -> None:

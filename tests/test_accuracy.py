@@ -51,6 +51,29 @@ def _linear(width: int, outputs: int) -> Case:
     )
 
 
+def _lora(width: int, rank: int) -> Case:
+    """Two adapters of one input; the columns between them have none."""
+    spans, scale = ((0, 40), (57, 90)), 1.7
+    inputs = (
+        random(TOKENS, 97, seed=1),
+        random(TOKENS, width, seed=2),
+        random(2 * rank, width, seed=3, scale=width**-0.5),
+        random(73, rank, seed=4, scale=0.5),
+    )
+
+    def exact(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        paths = [x @ a[:rank].T @ b[:40].T, x @ a[rank:].T @ b[40:].T]
+        parts = [paths[0], torch.zeros_like(y[:, 40:57]), paths[1], torch.zeros_like(y[:, 90:])]
+        return y + scale * torch.cat(parts, 1)
+
+    return Case(
+        f"lora {width} by {rank}",
+        inputs,
+        lambda ops, y, x, a, b: ops.lora(y, x, a, b, spans, scale),
+        exact,
+    )
+
+
 def _rmsnorm(*shape: int) -> Case:
     return Case(
         f"rmsnorm {shape}",
@@ -143,6 +166,8 @@ def _token_logprobs(width: int, vocabulary: int, limit: int, which: str = "logpr
 CASES = [
     _linear(64, 96),
     _linear(600, 131),
+    _lora(64, 1),
+    _lora(600, 8),
     _rmsnorm(257),
     _rmsnorm(7, 80),
     _swiglu(131),

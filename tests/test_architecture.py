@@ -27,6 +27,7 @@ MAY_USE = {
     "transformers": ("recipes/", "benchmarks/", "shared_ops/model/gguf.py"),
     "datasets": ("recipes/", "benchmarks/"),
     "wandb": ("recipes/", "benchmarks/"),
+    "peft": (),
 }
 WITHOUT_TORCH = (
     "rollout.config",

@@ -68,6 +68,19 @@ def _linear(width: int, outputs: int, bias: bool) -> Case:
     return Case(name, lambda dtype: [random(ROWS, width, dtype=dtype)], call, blind=width < 200)
 
 
+def _lora(width: int, rank: int, *spans: tuple[int, int]) -> Case:
+    def call(ops: OpSet, x_TK: Tensor, y_TN: Tensor) -> Tensor:
+        a = random(rank * len(spans), width, seed=1, dtype=x_TK.dtype)
+        b = random(sum(end - first for first, end in spans), rank, seed=2, dtype=x_TK.dtype)
+        return ops.lora(y_TN, x_TK, a, b, spans, 0.7)
+
+    def rows(dtype: torch.dtype) -> list[Tensor]:
+        outputs = spans[-1][1] + 3
+        return [random(ROWS, width, dtype=dtype), random(ROWS, outputs, seed=3, dtype=dtype)]
+
+    return Case(f"lora {width} by {rank} at {spans}", rows, call, blind=width < 200)
+
+
 def _rmsnorm(*shape: int) -> Case:
     def call(ops: OpSet, x: Tensor) -> Tensor:
         return ops.rmsnorm(x, random(shape[-1], seed=1, dtype=x.dtype), 1e-5)
@@ -158,6 +171,9 @@ CASES = [
     _linear(256, 64, False),
     _linear(257, 97, False),
     _linear(600, 33, True),
+    _lora(64, 1, (0, 33)),
+    _lora(257, 8, (0, 40), (56, 73)),
+    _lora(600, 3, (5, 12), (12, 80), (80, 96)),
     _rmsnorm(1),
     _rmsnorm(48),
     _rmsnorm(257),
@@ -251,8 +267,9 @@ def _flat_gradients(run: Call, rows: list[Tensor]) -> Tensor:
     return leaf.grad
 
 
-DIFFERENTIABLE = [case for case in CASES if case.name.split()[0] in ("linear", "rmsnorm", "swiglu")]
-DIFFERENTIABLE += [case for case in CASES if case.name.split()[0] in ("rope", "token_logprobs")]
+DIFFERENTIABLE = [case for case in CASES if case.name.split()[0] in ("linear", "lora", "swiglu")]
+DIFFERENTIABLE += [case for case in CASES if case.name.split()[0] in ("rmsnorm", "rope")]
+DIFFERENTIABLE += [case for case in CASES if case.name.startswith("token_logprobs")]
 
 
 @in_its_dtypes(DIFFERENTIABLE)
@@ -284,12 +301,15 @@ def _weight_gradients(ops: OpSet, dtype, bonus: float) -> list[Tensor]:
     norm = random(width, seed=3, dtype=dtype).requires_grad_()
     head = random(vocabulary, width, seed=4, dtype=dtype).requires_grad_()
     ids = integers(vocabulary, tokens)
-    y = ops.rmsnorm(ops.linear(x, w, b) + ops.embedding(ids, head), norm, 1e-5)
+    down = random(10, width, seed=6, dtype=dtype).requires_grad_()
+    up = random(50, 5, seed=7, dtype=dtype).requires_grad_()
+    y = ops.lora(ops.linear(x, w, b), x, down, up, ((0, 30), (37, 57)), 0.7)
+    y = ops.rmsnorm(y + ops.embedding(ids, head), norm, 1e-5)
     y = ops.swiglu(torch.cat((y, y), 1))
     logprobs, entropy = ops.token_logprobs(y, head, ids, torch.full((tokens,), 0.7), vocabulary - 1)
     kept = ids < vocabulary - 1
     (logprobs[kept].sum() + bonus * entropy.sum() if bonus else logprobs[kept].sum()).backward()
-    return [leaf.grad for leaf in (x, w, b, norm, head)]
+    return [leaf.grad for leaf in (x, w, b, norm, head, down, up)]
 
 
 @both_dtypes

@@ -12,6 +12,7 @@ import pytest
 
 CHECKS = (
     "linear",
+    "lora",
     "tiles",
     "rmsnorm",
     "elementwise",
