@@ -15,6 +15,7 @@ from train_samples import drawn
 
 from rollout import Engine, EngineConfig, SamplingParams
 from shared_ops.attest import attest
+from shared_ops.model.lora_config import NO_LORA, LoraConfig
 from trainer import Trainer, TrainerConfig, TrainSample
 
 pytestmark = needs_gpu
@@ -72,22 +73,27 @@ def differing(trainer: Trainer, samples: list[TrainSample]) -> tuple[int, int]:
     return len(drawn), int((scored.view(torch.int32) != drawn.view(torch.int32)).sum())
 
 
-def pair(folder, dtype: torch.dtype, exact: bool = True, **settings) -> tuple[Trainer, Engine]:
+def pair(
+    folder, dtype: torch.dtype, exact: bool = True, lora: LoraConfig = NO_LORA, **settings
+) -> tuple[Trainer, Engine]:
     name = str(dtype).removeprefix("torch.")
     trainer = Trainer(
         folder,
         TrainerConfig(
             device="cuda", dtype=name, exact=exact, learning_rate=3e-3,
-            mode="bitwise" if exact else "none",
+            mode="bitwise" if exact else "none", lora=lora,
         ),
     )  # fmt: skip
-    return trainer, Engine(folder, EngineConfig(device="cuda", dtype=name, exact=exact, **settings))
+    settings |= {"device": "cuda", "dtype": name, "exact": exact, "lora": lora}
+    return trainer, Engine(folder, EngineConfig(**settings))
 
 
 @HALVES
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_engines_logprobs_are_the_trainers_through_steps(folders, family, dtype) -> None:
-    trainer, engine = pair(folders[family], dtype)
+@pytest.mark.parametrize("rank", [0, 1, 8])
+def test_the_engines_logprobs_are_the_trainers_through_steps(folders, family, dtype, rank) -> None:
+    """With adapters, captured decode steps see each publication in the same buffers."""
+    trainer, engine = pair(folders[family], dtype, lora=LoraConfig(rank=rank))
     for turn in range(3):
         manifest, tensors = trainer.publish()
         engine.load_weights(manifest, tensors)

@@ -12,14 +12,17 @@ from tests.test_recipe import SMALL, lines, without_timings
 pytestmark = pytest.mark.ray
 
 
-def test_actors_give_the_inline_runs_lines_and_weights(tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "file"), [((), "model"), (("--lora.rank", "4"), "adapter_model")]
+)
+def test_actors_give_the_inline_runs_lines_and_weights(tmp_path, flags, file):
     for runtime in ("inline", "ray"):
-        words = [*SMALL, "--steps", "2", "--runtime", runtime, "--out", str(tmp_path / runtime)]
-        assert main(words) == 0
+        words = [*SMALL, *flags, "--steps", "2", "--runtime", runtime]
+        assert main([*words, "--out", str(tmp_path / runtime)]) == 0
     first, second = tmp_path / "inline", tmp_path / "ray"
     for name in ("metrics.jsonl", "completions.jsonl", "evaluations.jsonl"):
         assert without_timings(first / name) == without_timings(second / name)
-    weights = [run / "checkpoints/step-000002/model.safetensors" for run in (first, second)]
+    weights = [run / f"checkpoints/step-000002/{file}.safetensors" for run in (first, second)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
