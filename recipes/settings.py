@@ -329,6 +329,11 @@ def _check_sampler_precision(config: RunConfig) -> None:
             f"--sampler-precision is {precision} and --mode bitwise stops on any differing bit: "
             "use --mode none, tis or mis, or leave it out"
         )
+    if precision is not None and config.lora != NO_LORA:
+        raise SettingError(
+            f"--sampler-precision is {precision} and rounds whole weights, but with --lora only "
+            "adapters are published: leave one of them out"
+        )
     if precision is not None and precision == config.dtype:
         raise SettingError(
             f"--sampler-precision is {precision} and so is the run's dtype: use --dtype float32, "

@@ -132,6 +132,23 @@ def test_the_update_follows_the_advantage(folder):
     assert [float(b > a) * 2 - 1 for a, b in zip(before, after, strict=True)] == signs
 
 
+def test_stale_tokens_are_proved_under_kept_adapters(folder):
+    trainer = trainer_of(folder, keep_versions=3)
+    samples = []
+    for seed in range(3):
+        trainer.publish()
+        samples += drawn(trainer, unscored(3, seed=seed))
+        take_steps(trainer, 1)
+    trainer.publish()
+    proved = trainer.with_lag_proof(samples[3:])
+    tokens = sum(len(sample.completion_ids) for sample in samples[3:])
+    metrics = trainer.step([*proved, *drawn(trainer, unscored(2))]).metrics
+    assert metrics["parity/lag_rescored_compared"] == tokens > 20
+    assert metrics["parity/lag_rescored_differing"] == 0
+    with pytest.raises(ValueError, match="policy version 0 is not kept"):
+        trainer.with_lag_proof(samples)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "finished"
@@ -185,3 +202,6 @@ def test_a_run_goes_on_from_a_peft_folder(finished, capsys):
 def test_one_sides_own_adapters_are_refused(capsys):
     assert main([*SMALL, "--trainer.lora.rank", "4", "--dry-run"]) == 1
     assert "use --lora, which reaches both sides" in capsys.readouterr().err
+    words = [*RUN, "--mode", "none", "--sampler-precision", "bfloat16", "--dry-run"]
+    assert main(words) == 1
+    assert "rounds whole weights, but with --lora" in capsys.readouterr().err
