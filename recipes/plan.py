@@ -30,11 +30,22 @@ def plan_lines(config: RunConfig, task: Task, folder: Path, out: Path) -> list[s
         f"training   {updates:,} optimiser steps, {config.trainer.loss} loss,"
         f" {config.trainer.aggregation} mean, learning rate {config.trainer.learning_rate:g}",
         f"parity     mode {config.mode}: " + PROMISES[config.mode],
+        *_lag_lines(config),
         plan_line(config),
         f"memory     about {memory_estimate(config, model, task) / 2**30:.2f} GiB for both sides"
         f"{_host_memory(config.device)}",
         f"signal     {_signal(config)}",
         f"runtime    {config.runtime}, output in {out}",
+    ]
+
+
+def _lag_lines(config: RunConfig) -> list[str]:
+    if config.max_lag is None:
+        return []
+    share = config.lag_share if config.mode == "bitwise" else 1.0
+    return [
+        f"lag        rollouts go on while the trainer works: tokens at most {config.max_lag}"
+        f" publications old, {share:.0%} of the stale ones scored again under their own weights"
     ]
 
 
@@ -47,7 +58,8 @@ PROMISES = {
 
 
 def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
-    """Bytes of weights, masters, gradients, Adam, KV pages and one micro-batch's activations."""
+    """Bytes of weights (kept versions too), masters, gradients, Adam, KV pages, and one
+    micro-batch's activations."""
     size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
     adapters = config.lora.num_parameters(model)
     trainer = (adapters or parameters) * (4 * 4 + (0 if size == 4 else size))
@@ -62,7 +74,9 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     activations = config.trainer.micro_batch_tokens * kept * size
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
-    return parameters * size + trainer + kv + activations + logits
+    versions = config.trainer.keep_versions
+    kept_weights = parameters * size * (versions + (versions > 0))
+    return parameters * size + trainer + kv + activations + logits + kept_weights
 
 
 def _adapters(config: RunConfig, model: ModelConfig) -> list[str]:
@@ -85,7 +99,8 @@ def kv_pages(config: RunConfig, model: ModelConfig, task: Task) -> int:
     size = config.rollout.page_size
     longest = max(map(len, [*task.batch(config, 0)[1], *task.test_prompts]))
     evaluated = len(task.test_prompts) * config.evaluation.samples
-    at_once = max(config.prompts_per_step * config.group_size, evaluated)
+    rounds = 1 + (config.max_lag or 0)
+    at_once = max(rounds * config.prompts_per_step * config.group_size, evaluated)
     tokens = min(model.max_positions, 2 * longest + config.max_tokens)
     pages = min(config.rollout.max_sequences, at_once) * (tokens // size + 1)
     return max(pages, model.max_positions // size + 1)
