@@ -1,4 +1,5 @@
-"""Models of published shapes with random weights, made on the GPU: speed does not depend on them.
+"""Models of published shapes, and a small one for a CPU, with random weights made where they run:
+speed does not depend on them.
 
 The folder holds a config.json and no weights; `replace_files` lets the engine and the trainer
 make theirs from a seed where they would read a file.
@@ -16,13 +17,14 @@ from benchmarks.bench_ops import MODELS, Model
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.weights import Weights
 
-LAYERS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36}
-TIED = {"Qwen3-0.6B": True, "Qwen3-8B": False}
+SMALL = Model("random-42M", 512, 1536, 8, 4, 64, 8192)
+LAYERS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "random-42M": 12}
+TIED = {"Qwen3-0.6B": True, "Qwen3-8B": False, "random-42M": True}
 SCALE = 0.02
 
 
 def model_of(name: str) -> Model:
-    return next(model for model in MODELS if model.name == name)
+    return next(model for model in (*MODELS, SMALL) if model.name == name)
 
 
 def make_folder(name: str, base: Path) -> Path:
