@@ -1,10 +1,10 @@
 """What the prefix cache saves a group of 8: both sides in one run, and their bits compared.
 
 A group is asked for as one request with n = 8, or as 8 requests with first_sample 0 to 7. Prompts
-are random and the cache is empty at the start of a run, so a group shares with itself only. A rate is output
-tokens over the seconds from the first request to the last completion, the median of the repeats;
-the sides take turns. All four runs of a repeat must have equal tokens and float32 logprobs; the
-control, torch's own ops in the engine with the cache, must not.
+are random and the cache is empty at the start of a run, so a group shares with itself only. A rate
+is output tokens over the seconds from the first request to the last completion, the median of the
+repeats; the sides take turns. All four runs of a repeat must have equal tokens and float32
+logprobs; the control, torch's own ops in the engine with the cache, must not.
 
 Example: python -m benchmarks.bench_prefix --output benchmarks/results/prefix_cpu.json
 """
@@ -95,11 +95,14 @@ def measured(engines: dict[bool, Engine], case: Case, repeats: int) -> list[dict
         for cached, apart in ways:
             runs[cached, apart].append(served(engines[cached], prompts, case, apart))
     wanted = [run.groups for run in runs[False, False]]
-    return [row_of(case, apart, runs[True, apart], runs[False, apart], wanted) for apart in (0, 1)]
+    return [
+        row_of(case, apart, runs[True, apart], runs[False, apart], wanted)
+        for apart in (False, True)
+    ]
 
 
 def row_of(
-    case: Case, apart: int, cached: list[Run], without: list[Run], wanted: list[Groups]
+    case: Case, apart: bool, cached: list[Run], without: list[Run], wanted: list[Groups]
 ) -> dict:
     """wanted: what one request of 8 without the cache gave, in each repeat."""
     counts = [
@@ -135,7 +138,9 @@ def control(folder: Path, engines: dict[bool, Engine], case: Case) -> dict:
 
 
 def bench(folder: Path, config: EngineConfig, cases: list[Case], repeats: int) -> dict:
-    engines = {cached: Engine(folder, replace(config, prefix_cache=cached)) for cached in (1, 0)}
+    engines = {
+        cached: Engine(folder, replace(config, prefix_cache=cached)) for cached in (True, False)
+    }
     rows = []
     for case in cases:
         for row in measured(engines, case, repeats):
