@@ -7,3 +7,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from hypothesis import settings
+
+settings.register_profile("thorough", max_examples=1000)

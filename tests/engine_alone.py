@@ -25,9 +25,9 @@ class Weights:
 class Alone:
     """One request at a time; runs are kept, as many schedules ask for the same ones."""
 
-    def __init__(self, folder) -> None:
-        config = EngineConfig(prefix_cache=False, max_sequences=1, num_pages=64)
-        self.engine = Engine(folder, config)
+    def __init__(self, folder, **settings) -> None:
+        limits = {"prefix_cache": False, "max_sequences": 1, "num_pages": 64, "cuda_graphs": False}
+        self.engine = Engine(folder, EngineConfig(**limits, **settings))
         self.weights = Weights(self.engine)
         self.run = cache(self._run)
 

@@ -1,26 +1,38 @@
 """Bits of the engine under any schedule: what each request gives alone, hypothesis draws the rest.
 
 A script of arrivals, steps, aborts, weight updates in flight (with or without abort and resumption)
-and restarts runs under random limits.
+and restarts runs under random limits; or requests are shared out over engines and actors.
 Every completion, finished or cut, is compared with its own run: one request at a time, no prefix
 cache, with the weights changed after the same tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 from engine_alone import Alone, Weights, assert_as_alone
+from gpu import needs_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from toy_models import toy_folder
 
 from rollout import Completion, Engine, EngineConfig, SamplingParams
+from rollout.actor import AsyncRolloutActor, RolloutActor
 
 SHARED = [1, 40, 41, 42, 43, 44, 45, 46]
 PROMPTS = ([5], SHARED, [*SHARED, 9], [*SHARED, *range(50, 58)], [1, *range(20, 45)], SHARED * 2)
 TEMPERATURES = (1.0, 0.7, 0.0, 1.3)
 LONGEST = 26 + 10
-compared_tokens = 0
+EXAMPLES = settings().max_examples
+WANTED = (
+    *("sent back", "weights", "cut", "restart", "abort", "prefix hits"),
+    *("hits that leave one token", "hits of prompts that end on a page edge"),
+    *("groups asked for one by one", "Engines", "RolloutActors", "AsyncRolloutActors"),
+)
+seen: Counter[str] = Counter()
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +40,18 @@ def folder(tmp_path_factory):
     return toy_folder(tmp_path_factory.mktemp("property") / "model")
 
 
+ON_GPU = pytest.param({"device": "cuda", "dtype": "bfloat16"}, marks=needs_gpu, id="cuda")
+
+
+@pytest.fixture(scope="module", params=[pytest.param({}, id="cpu"), ON_GPU])
+def place(request):
+    """On a GPU decode steps are captured, with padding; what is run alone is not."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(folder):
-    return Alone(folder)
+def alone(folder, place):
+    return Alone(folder, **place)
 
 
 configs = st.builds(
@@ -49,8 +70,9 @@ additions = st.tuples(
         max_tokens=st.sampled_from([10, 7, 4, 1]),
         temperature=st.sampled_from(TEMPERATURES),
         top_p=st.sampled_from([1.0, 0.8]),
+        top_k=st.sampled_from([0, 0, 12]),
         min_tokens=st.sampled_from([0, 1]),
-        n=st.integers(1, 3),
+        n=st.sampled_from([1, 1, 1, 2, 3, 8]),
         first_sample=st.integers(0, 2),
         seed=st.integers(0, 1),
         ignore_eos=st.booleans(),
@@ -76,6 +98,7 @@ class Run:
     def __init__(self, folder, config: EngineConfig, weights: Weights, asked: dict) -> None:
         self.engine, self.weights = Engine(folder, config), weights
         self.asked: dict = {}
+        count_hits(self.engine)
         for prompt, params in asked.values():
             self.add(prompt, params)
 
@@ -83,6 +106,7 @@ class Run:
         self.asked[self.engine.add_request(prompt, params)] = prompt, params
 
     def do(self, operation: str, *arguments) -> list[Completion]:
+        seen[operation] += 1
         if operation == "add":
             self.add(*arguments)
         elif operation == "abort":
@@ -103,44 +127,115 @@ class Run:
         while self.engine.has_work:
             done += self.engine.step()
             self.engine.scheduler.check()
+        seen["sent back"] += self.engine.scheduler.counters["sent_back"]
         return done
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def count_hits(engine: Engine) -> None:
+    """Let `seen` know the kinds of prefix hits that the engine has."""
+    prefix, size = engine.scheduler.prefix, engine.config.page_size
+    attach = prefix.attach
+
+    def counting(sample, pages) -> None:
+        attach(sample, pages)
+        if pages:
+            seen["prefix hits"] += 1
+            seen["hits that leave one token"] += sample.remaining == 1
+            seen["hits of prompts that end on a page edge"] += len(sample.tokens) % size == 0
+
+    prefix.attach = counting
+
+
+def with_pages(config: EngineConfig, spare_pages: int, place: dict) -> EngineConfig:
+    return replace(config, num_pages=-(-LONGEST // config.page_size) + spare_pages, **place)
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=configs, spare_pages=st.integers(0, 6), script=scripts)
 def test_any_schedule_gives_what_each_request_gives_alone(
-    folder, alone, config, spare_pages, script
+    folder, alone, place, config, spare_pages, script
 ):
-    global compared_tokens
-    num_pages = -(-LONGEST // config.page_size) + spare_pages
-    config = EngineConfig(**{**vars(config), "num_pages": num_pages})
+    config = with_pages(config, spare_pages, place)
     run = Run(folder, config, alone.weights, {})
+    seen["schedules"] += 1
     for operation, *arguments in script:
         if operation == "restart":
+            seen[operation] += 1
             done = run.do("step", 2)
             ended = {one.request_id for one in done}
-            compared_tokens += sum(check(alone, run, one) for one in done)
+            check(alone, run, done)
             left = {name: pair for name, pair in run.asked.items() if name not in ended}
             run = Run(folder, config, alone.weights, left)
             continue
         done = run.do(operation, *arguments)
         run.engine.scheduler.check()
-        compared_tokens += sum(check(alone, run, one) for one in done)
-    compared_tokens += sum(check(alone, run, one) for one in run.drain())
-    assert run.engine.scheduler.pool.available == num_pages
+        check(alone, run, done)
+    check(alone, run, run.drain())
+    assert run.engine.scheduler.pool.available == config.num_pages
 
 
-def check(alone: Alone, run: Run, one: Completion) -> int:
-    return assert_as_alone(alone, one, run.asked[one.request_id][1])
+def check(alone: Alone, run: Run, done: list[Completion]) -> None:
+    for one in done:
+        seen["tokens"] += assert_as_alone(alone, one, run.asked[one.request_id][1])
+        seen["completions"] += 1
+
+
+def one_by_one(prompt, params: SamplingParams) -> list[tuple]:
+    """The n requests that a request with n is."""
+    firsts = range(params.first_sample, params.first_sample + params.n)
+    return [(prompt, replace(params, n=1, first_sample=first)) for first in firsts]
+
+
+def answered(engine, asked: list[tuple]) -> list[Completion]:
+    """By an engine, or by an actor of either kind."""
+    groups = engine.generate(*(list(column) for column in zip(*asked, strict=True)))
+    if asyncio.iscoroutine(groups):
+        groups = asyncio.run(groups)
+    return [one for group in groups for one in group]
+
+
+@settings(max_examples=EXAMPLES // 8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    config=configs,
+    spare_pages=st.integers(0, 6),
+    kinds=st.lists(
+        st.sampled_from([Engine, RolloutActor, AsyncRolloutActor]), min_size=1, max_size=4
+    ),
+    asked=st.lists(st.tuples(additions, st.booleans(), st.integers(0, 3)), min_size=2, max_size=8),
+)
+def test_any_engines_and_actors_give_what_each_request_gives_alone(
+    folder, alone, place, config, spare_pages, kinds, asked
+):
+    """Requests shared out over one to four of them; a group is also asked for one by one."""
+    config = with_pages(config, spare_pages, place)
+    alone.weights.load(alone.engine, 0)
+    shares: list[list[tuple]] = [[] for _ in kinds]
+    for (_, prompt, params), apart, index in asked:
+        seen["groups asked for one by one"] += apart and params.n > 1
+        pairs = one_by_one(prompt, params) if apart else [(prompt, params)]
+        shares[index % len(kinds)].extend(pairs)
+    seen["sets of engines"] += 1
+    for kind, share in zip(kinds, shares, strict=True):
+        seen[f"{kind.__name__}s"] += 1
+        flat = [params for _, params in share for _ in range(params.n)]
+        done = answered(kind(folder, config), share) if share else []
+        for one, params in zip(done, flat, strict=True):
+            seen["tokens"] += assert_as_alone(alone, one, params)
+            seen["completions"] += 1
 
 
 def test_enough_was_compared():
-    assert compared_tokens > 2000, f"only {compared_tokens} tokens were compared"
+    """Prints what was drawn: pytest -rP shows it, --hypothesis-profile=thorough draws more."""
+    for name, count in seen.items():
+        print(f"{name:<42}{count:>8,}")
+    assert seen["tokens"] > 1000 and seen["schedules"] >= EXAMPLES // 2
+    never = [name for name in WANTED if not seen[name]]
+    assert not never, f"never drawn: {never}"
 
 
-def test_the_comparison_sees_ordinary_ops(folder, alone):
+def test_the_comparison_sees_ordinary_ops(folder, alone, place):
     """The negative control: the same comparison, an engine without contracts."""
-    engine = Engine(folder, EngineConfig(exact=False))
+    engine = Engine(folder, EngineConfig(exact=False, **place))
     params = SamplingParams(max_tokens=10, n=3, ignore_eos=True)
     with pytest.raises(AssertionError):
         for group in engine.generate(PROMPTS, params):
