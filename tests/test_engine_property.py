@@ -26,7 +26,11 @@ SHARED = [1, 40, 41, 42, 43, 44, 45, 46]
 PROMPTS = ([5], SHARED, [*SHARED, 9], [*SHARED, *range(50, 58)], [1, *range(20, 45)], SHARED * 2)
 TEMPERATURES = (1.0, 0.7, 0.0, 1.3)
 LONGEST = 26 + 10
+# The default draws are the same in every run; the profile "thorough" draws others each time.
 EXAMPLES = settings().max_examples
+DRAWS = settings(
+    deadline=None, suppress_health_check=list(HealthCheck), derandomize=EXAMPLES <= 100
+)
 WANTED = (
     *("sent back", "weights", "cut", "restart", "abort", "prefix hits"),
     *("hits that leave one token", "hits of prompts that end on a page edge"),
@@ -150,7 +154,7 @@ def with_pages(config: EngineConfig, spare_pages: int, place: dict) -> EngineCon
     return replace(config, num_pages=-(-LONGEST // config.page_size) + spare_pages, **place)
 
 
-@settings(max_examples=EXAMPLES // 2, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(DRAWS, max_examples=EXAMPLES // 2)
 @given(config=configs, spare_pages=st.integers(0, 6), script=scripts)
 def test_any_schedule_gives_what_each_request_gives_alone(
     folder, alone, place, config, spare_pages, script
@@ -194,7 +198,7 @@ def answered(engine, asked: list[tuple]) -> list[Completion]:
     return [one for group in groups for one in group]
 
 
-@settings(max_examples=EXAMPLES // 8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(DRAWS, max_examples=EXAMPLES // 8)
 @given(
     config=configs,
     spare_pages=st.integers(0, 6),
