@@ -47,17 +47,25 @@ def test_the_base_stays_as_it_is_and_is_kept_once(folder, dtype):
 
 
 def test_no_gradient_of_frozen_weights_is_computed(folder, monkeypatch):
-    from shared_ops.linear import reference
+    from shared_ops.linear import reference as linear
+    from shared_ops.logprob import reference as logprob
 
-    real, asked = reference.backward, set()
+    product, head, asked = linear.backward, logprob.token_logprobs_backward, set()
 
     def seen(*arguments, needs):
-        asked.add((needs[1], needs[2]))
-        return real(*arguments, needs=needs)
+        asked.add(needs[1:])
+        return product(*arguments, needs=needs)
 
-    monkeypatch.setattr(reference, "backward", seen)
+    def seen_head(*arguments, needs_head):
+        asked.add(needs_head)
+        return head(*arguments, needs_head=needs_head)
+
+    monkeypatch.setattr(linear, "backward", seen)
+    monkeypatch.setattr(logprob, "token_logprobs_backward", seen_head)
     take_steps(trainer_of(folder), 1)
-    assert asked == {(False, False)}
+    assert asked == {(False, False), False}
+    take_steps(trainer_of(folder, NO_LORA), 1)
+    assert True in asked
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -74,6 +74,7 @@ def token_logprobs_backward(
     saved_3T,
     vocab_limit: int,
     grad_entropy_T=None,
+    needs_head: bool = True,
 ):
     """d logprob / d logits = (onehot - softmax) / temperature, the entropy's gradient added where
     one arrives, rounded to the input's dtype.
@@ -96,9 +97,10 @@ def token_logprobs_backward(
         )  # fmt: skip
         del logits_BV
         dhidden_TD[rows] = torch.mm(dlogits_BV, head_VD)
-        dhead_VD = _add_product(dhead_VD, dlogits_BV.T, hidden_TD[rows])
+        if needs_head:
+            dhead_VD = _add_product(dhead_VD, dlogits_BV.T, hidden_TD[rows])
     if dhead_VD is None:
-        return dhidden_TD, torch.zeros_like(head_VD)
+        return dhidden_TD, torch.zeros_like(head_VD) if needs_head else None
     return dhidden_TD, dhead_VD.to(head_VD.dtype)
 
 

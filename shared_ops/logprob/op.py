@@ -72,7 +72,11 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_T is None:
             grad_T = torch.zeros_like(grad_entropy_T)
         dhidden_TD, dhead_VD = _schedules(grad_T).token_logprobs_backward(
-            grad_T, *ctx.saved_tensors, ctx.vocab_limit, grad_entropy_T
+            grad_T,
+            *ctx.saved_tensors,
+            ctx.vocab_limit,
+            grad_entropy_T,
+            needs_head=ctx.needs_input_grad[1],
         )
         return dhidden_TD, dhead_VD, None, None, None
 
@@ -92,7 +96,9 @@ class _RestrictedLogprobs(torch.autograd.Function):
         if grad_T is None:
             grad_T = torch.zeros_like(grad_entropy_T)
         inputs = (_schedules(grad_T), *ctx.saved_tensors, *ctx.rest)
-        return (*restricted.backward(grad_T, grad_entropy_T, *inputs), None, None, None, None)
+        needs_head = ctx.needs_input_grad[1]
+        both = restricted.backward(grad_T, grad_entropy_T, *inputs, needs_head=needs_head)
+        return (*both, None, None, None, None)
 
 
 def token_logprobs(

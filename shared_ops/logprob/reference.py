@@ -59,10 +59,11 @@ def token_logprobs_backward(
     _saved,
     vocab_limit: int,
     grad_entropy_T=None,
+    needs_head: bool = True,
 ):
     """d logprob / d logits = (onehot - softmax) / temperature; the entropy's as in op.py."""
     dhidden_TD = torch.empty_like(hidden_TD)
-    dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32)
+    dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32) if needs_head else None
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
@@ -73,8 +74,9 @@ def token_logprobs_backward(
             scale_B = grad_entropy_T[rows] / temperature_T[rows]
             dlogits_BV -= _entropy_slope(shifted_BV, exp_BV / sum_B1).mul_(scale_B.unsqueeze(-1))
         dhidden_TD[rows] = fixed_product(dlogits_BV, head_VD).to(hidden_TD.dtype)
-        dhead_VD += token_product(dlogits_BV, hidden_TD[rows])
-    return dhidden_TD, dhead_VD.to(head_VD.dtype)
+        if dhead_VD is not None:
+            dhead_VD += token_product(dlogits_BV, hidden_TD[rows])
+    return dhidden_TD, None if dhead_VD is None else dhead_VD.to(head_VD.dtype)
 
 
 def _entropy_slope(shifted_BV: Tensor, p_BV: Tensor) -> Tensor:

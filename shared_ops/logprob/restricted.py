@@ -130,11 +130,13 @@ def forward(*inputs) -> tuple[Tensor, Tensor]:
     return logprobs_T, entropy_T
 
 
-def backward(grad_T: Tensor, grad_entropy_T: Tensor | None, *inputs) -> tuple[Tensor, Tensor]:
+def backward(
+    grad_T: Tensor, grad_entropy_T: Tensor | None, *inputs, needs_head: bool
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden and head, blocks of rows in increasing order."""
     given = _Rows(*inputs)
     dhidden_TD = torch.empty_like(given.hidden_TD)
-    dhead_VD = torch.zeros_like(given.head_VD, dtype=torch.float32)
+    dhead_VD = torch.zeros_like(given.head_VD, dtype=torch.float32) if needs_head else None
     for rows in _row_blocks(len(given.targets_T), given.head_VD.shape[0]):
         p_BV, shifted_BV, _ = _softmax(given.logits(rows))
         temperature_B1 = given.temperature_T[rows].unsqueeze(-1)
@@ -145,8 +147,9 @@ def backward(grad_T: Tensor, grad_entropy_T: Tensor | None, *inputs) -> tuple[Te
             slope_BV = (shifted_BV - row_sum(p_BV * shifted_BV)).mul_(p_BV)
             dlogits_BV -= slope_BV.mul_(grad_entropy_T[rows].unsqueeze(-1) / temperature_B1)
         dhidden_TD[rows] = _product(dlogits_BV, given.head_VD).to(dhidden_TD.dtype)
-        dhead_VD += _token_product(dlogits_BV, given.hidden_TD[rows])
-    return dhidden_TD, dhead_VD.to(given.head_VD.dtype)
+        if dhead_VD is not None:
+            dhead_VD += _token_product(dlogits_BV, given.hidden_TD[rows])
+    return dhidden_TD, None if dhead_VD is None else dhead_VD.to(given.head_VD.dtype)
 
 
 def _product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
