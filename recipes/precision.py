@@ -7,6 +7,9 @@ computes in that dtype on a coarser grid of weights. The trainer's own weights s
 * `float8_e4m3fn`: the matrices of the layers (`*_proj.weight`), each output row by its own scale
   max|row| / 448, the largest finite number of the format (Micikevicius et al. 2022, "FP8 Formats
   for Deep Learning"). Embedding, head, norms and biases stay, as engines that quantise leave them.
+* `float4_e2m1fn`: the same matrices to 0, 0.5, 1, 1.5, 2, 3, 4 and 6 and their negatives (OCP
+  Microscaling Formats 1.0, E2M1), each 16 neighbours along the input by their own float32 scale
+  max / 6; ties go towards zero. A large mismatch, as of engines with 4-bit weights.
 
 The publication's digest is that of the rounded tensors, taken where they are rounded. The engine
 takes it again from what it holds, and before each update the trainer rounds its weights anew and
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 ROUNDED = {
     "bfloat16": "every weight rounded to bfloat16",
     "float8_e4m3fn": "layer matrices rounded to float8_e4m3fn, one scale an output row",
+    "float4_e2m1fn": "layer matrices rounded to float4_e2m1fn, one scale for 16 inputs",
 }
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT4_BLOCK = 16
 
 
 def plan_line(config: RunConfig) -> str:
@@ -42,14 +48,15 @@ def rounded(tensors: "dict[str, Tensor]", precision: str) -> "dict[str, Tensor]"
 
     Args:
         tensors: by Hugging Face name; matrices are [rows out, columns in].
-        precision: "bfloat16" or "float8_e4m3fn".
+        precision: a key of `ROUNDED`.
     """
     import torch
 
     if precision == "bfloat16":
         return {name: x.to(torch.bfloat16).to(x.dtype) for name, x in tensors.items()}
+    by_scale = _row_scaled if precision == "float8_e4m3fn" else _block_scaled
     return {
-        name: _row_scaled(x) if name.endswith("_proj.weight") else x.clone()
+        name: by_scale(x) if name.endswith("_proj.weight") else x.clone()
         for name, x in tensors.items()
     }
 
@@ -64,6 +71,20 @@ def _row_scaled(w_NK: "Tensor") -> "Tensor":
     scale_N1 = torch.where(scale_N1 > 0, scale_N1, 1.0)
     grid_NK = (wide_NK / scale_N1).clamp(-largest, largest).to(torch.float8_e4m3fn)
     return (grid_NK.float() * scale_N1).to(w_NK.dtype)
+
+
+def _block_scaled(w_NK: "Tensor") -> "Tensor":
+    """[N, K] on the grid of E2M1 times each block's scale; blocks of zeros stay."""
+    import torch
+
+    grid = torch.tensor(FLOAT4)
+    padded_NK = torch.nn.functional.pad(w_NK.float(), (0, -w_NK.shape[1] % FLOAT4_BLOCK))
+    wide_NBX = padded_NK.unflatten(1, (-1, FLOAT4_BLOCK))
+    scale_NB1 = wide_NBX.abs().amax(-1, keepdim=True) / FLOAT4[-1]
+    scale_NB1 = torch.where(scale_NB1 > 0, scale_NB1, 1.0)
+    place_NBX = torch.bucketize((wide_NBX / scale_NB1).abs(), (grid[1:] + grid[:-1]) / 2)
+    near_NBX = grid[place_NBX] * scale_NB1 * wide_NBX.sign()
+    return near_NBX.flatten(1)[:, : w_NK.shape[1]].to(w_NK.dtype)
 
 
 class RoundingTrainerActor(TrainerActor):

@@ -65,8 +65,8 @@ class RunConfig:
     out: folder of the run; None makes a new one under runs/.
     mode: "bitwise" stops on any differing bit; none, tis and mis sample with torch's ordinary ops
         and report the difference (none), or correct it (tis, mis), for comparison.
-    sampler_precision: "bfloat16" or "float8_e4m3fn" rounds the weights on their way to the sampler,
-        in modes none, tis and mis (recipes/precision.py); None leaves them as published.
+    sampler_precision: "bfloat16", "float8_e4m3fn" or "float4_e2m1fn" rounds the weights on their
+        way to the sampler, in modes none, tis and mis (recipes/precision.py); None leaves them.
     runtime: "ray" puts both sides into actors; "inline" runs them in this process, same bits.
     address: a Ray cluster to join, such as "auto"; None starts one for the run.
     resume: "off", "auto" (the last checkpoint of `out`, or of the newest run of this preset), or
@@ -108,7 +108,7 @@ class RunConfig:
     seed: int = 0
     out: str | None = None
     mode: Mode = "bitwise"
-    sampler_precision: Literal["bfloat16", "float8_e4m3fn"] | None = None
+    sampler_precision: Literal["bfloat16", "float8_e4m3fn", "float4_e2m1fn"] | None = None
     runtime: Literal["ray", "inline"] = "ray"
     address: str | None = None
     resume: str = "off"

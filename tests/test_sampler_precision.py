@@ -18,7 +18,7 @@ SMALL = [
     *("--preset", "tiny", "--runtime", "inline", "--steps", "1", "--prompts-per-step", "3"),
     *("--group-size", "4", "--max-tokens", "24", "--evaluation.problems", "0", "--device", "cpu"),
 ]
-PRECISIONS = ("bfloat16", "float8_e4m3fn")
+PRECISIONS = ("bfloat16", "float8_e4m3fn", "float4_e2m1fn")
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -54,6 +54,26 @@ def test_float8_rounds_layer_matrices_by_rows_and_nothing_else():
     assert torch.equal(rounded_NK[3], torch.zeros(96))
     for row_K in rounded_NK[:3]:
         assert len(row_K.abs().unique()) <= 96 * 0.9
+
+
+def test_float4_rounds_layer_matrices_to_the_nearest_of_fifteen_values_a_block():
+    before = weights() | {"model.layers.0.mlp.down_proj.weight": torch.randn(3, 20)}
+    after = rounded(before, "float4_e2m1fn")
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    blocks = 0
+    for name, w_NK in before.items():
+        if not name.endswith("_proj.weight"):
+            assert torch.equal(after[name], w_NK)
+            continue
+        for first in range(0, w_NK.shape[1], 16):
+            span = slice(first, first + 16)
+            for block, near in zip(w_NK[:, span], after[name][:, span], strict=True):
+                values = grid * (block.abs().max() / 6)
+                distance = (block.abs().unsqueeze(1) - values).abs().min(1).values
+                torch.testing.assert_close((block - near).abs(), distance, rtol=1e-3, atol=1e-7)
+                assert len(near.abs().unique()) <= 8
+                blocks += 1
+    assert blocks == 4 * 6 + 3 * 2
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
