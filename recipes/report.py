@@ -1,123 +1,90 @@
-"""The picture of a run: reward, KL between sampler and trainer, parity, accuracy."""
+"""One HTML page about runs: `python -m recipes.report RUN [RUN ...]`."""
 
-import io
-from collections.abc import Mapping, Sequence
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from recipes.durable import write_whole
+from recipes.durable import require_writable, write_text, write_whole
+from recipes.report_charts import MADE_BY, Chart, draw_all
+from recipes.report_page import GENERATOR, page
+from recipes.report_panels import split_panels
+from recipes.report_runs import ReportError, Run, group_runs, load_runs
+from recipes.report_samples import moments
 
-Rows = Sequence[Mapping[str, Any]]
-BLUE, ORANGE, GREEN = "#3b6ea5", "#d9822b", "#3f8f5b"
-KINDS_SHOWN = 6
+NAME = "report.html"
 
 
-def draw_curves(path: Path, steps: Rows, evaluations: Rows) -> None:
-    """Writes a PNG from the records of metrics.jsonl and evaluations.jsonl; never half of one.
+def write_report(folders: Sequence[str], out: str | None = None, apart: bool = False) -> Path:
+    """Write the page, and its charts as PNG files into the folder NAME_charts beside it.
 
-    Raises ImportError without matplotlib, durable.OutputError where the file cannot be written.
+    folders: of the runs. out: the page; None is report.html in the run's folder, or here for
+    several runs. apart: draw runs that differ in the seed alone each on its own, without a band.
+
+    Raises:
+        ReportError: a folder holds no run, or another file is in the page's place.
+        OutputError: the page cannot be written.
     """
-    from matplotlib.figure import Figure  # no pyplot: it would choose a window system
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    (reward, accuracy), (kl, parity) = figure.subplots(2, 2)
-    _reward(reward, steps)
-    _accuracy(accuracy, evaluations)
-    _kl(kl, steps)
-    _parity(parity, steps)
-    for axes in (reward, kl, parity):
-        axes.set_xlabel("step")
-    for axes in (reward, accuracy, kl, parity):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    write_whole(path, lambda beside: beside.write_bytes(image.getvalue()))
+    runs = load_runs(folders)
+    path = _page_path(runs, out)
+    groups = group_runs(runs, apart)
+    panels, constant = split_panels(runs)
+    charts = draw_all(groups, panels)
+    images = path.with_name(f"{path.stem}_charts")
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    whole = page(runs, groups, charts, constant, moments(runs), images.name, made)
+    require_writable(path.parent)
+    _write_images(images, charts)
+    write_text(path, whole)
+    return path
 
 
-def accuracies(evaluation: Mapping[str, Any]) -> dict[str, tuple[float, float, float]]:
-    """kind -> (share, low, high) of one record of evaluations.jsonl."""
-    kinds = [name[5:] for name in evaluation if name.startswith("eval/") and name.count("/") == 1]
-    return {
-        kind: (
-            evaluation[f"eval/{kind}"],
-            evaluation.get(f"eval/{kind}/low", evaluation[f"eval/{kind}"]),
-            evaluation.get(f"eval/{kind}/high", evaluation[f"eval/{kind}"]),
-        )
-        for kind in kinds
-    }
+def _page_path(runs: Sequence[Run], out: str | None) -> Path:
+    if out is None:
+        return (runs[0].folder if len(runs) == 1 else Path.cwd()) / NAME
+    path = Path(out).expanduser().absolute()
+    path = path / NAME if path.is_dir() else path
+    if path.exists() and GENERATOR not in path.read_text("utf-8", "replace")[:2000]:
+        raise ReportError(f"--out {out}: holds a file that is no report, choose another name")
+    return path
 
 
-def _points(steps: Rows, name: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], row[name]) for row in steps if row.get(name) is not None]
-    return [step for step, _ in found], [value for _, value in found]
+def _write_images(folder: Path, charts: Sequence[Chart]) -> None:
+    """The charts; those that only an earlier report had go, and other files stay."""
+    require_writable(folder)
+    for earlier in folder.glob("*.png"):
+        gone = earlier.stem not in {chart.name for chart in charts}
+        if gone and MADE_BY.encode() in earlier.read_bytes()[:1000]:
+            earlier.unlink()
+    for chart in charts:
+        write_whole(folder / f"{chart.name}.png", lambda beside, c=chart: beside.write_bytes(c.png))
 
 
-def _reward(axes, steps: Rows) -> None:
-    at, values = _points(steps, "reward")
-    axes.set_title("reward (mean of the step's completions)")
-    axes.plot(at, values, color=BLUE, marker="o", markersize=3, alpha=0.5, label="each step")
-    if len(values) >= 10:
-        window = max(3, len(values) // 10)
-        windows = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-        means = [sum(each) / len(each) for each in windows]
-        axes.plot(at, means, color=ORANGE, linewidth=2, label=f"mean of the last {window}")
-        axes.legend(frameon=False)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: 0, or 1 after a one-line error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.report",
+        description="Write one self-contained HTML page about runs, and its charts as PNG files.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument(
+        "--out", help=f"the page (default: RUN/{NAME}; {NAME} here for several runs)"
+    )
+    parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="draw runs that differ in the seed alone each on its own, without a band",
+    )
+    words = parser.parse_args(arguments)
+    try:
+        path = write_report(words.runs, words.out, words.apart)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0
 
 
-def _kl(axes, steps: Rows) -> None:
-    at, values = _points(steps, "kl/sampler_trainer")
-    axes.set_title("KL(sampler || trainer) (k3 estimate)")
-    axes.plot(at, values, color=BLUE, marker="o", markersize=3)
-    if not any(values):
-        _all_zero(axes, "exactly 0.0 at every step")
-
-
-def _parity(axes, steps: Rows) -> None:
-    at, values = _points(steps, "parity/tokens_differing")
-    compared = sum(_points(steps, "parity/tokens_compared")[1])
-    axes.set_title(f"tokens whose bits differ: {sum(values):,} of {compared:,}")
-    axes.plot(at, values, color=GREEN if not any(values) else ORANGE, marker="o", markersize=3)
-    if not any(values):
-        _all_zero(axes, "0 at every step")
-
-
-def _all_zero(axes, text: str) -> None:
-    axes.set_ylim(-1, 1)
-    axes.set_yticks([0], ["0"])
-    axes.text(0.5, 0.6, text, transform=axes.transAxes, ha="center", color="0.35")
-
-
-def _accuracy(axes, evaluations: Rows) -> None:
-    axes.set_title("held-out accuracy, with 95% intervals")
-    if not evaluations:
-        axes.text(0.5, 0.5, "not evaluated", transform=axes.transAxes, ha="center", color="0.35")
-        axes.set_axis_off()
-        return
-    shown = [evaluations[0]] if len(evaluations) == 1 else [evaluations[0], evaluations[-1]]
-    kinds = list(accuracies(shown[-1]))[:KINDS_SHOWN]
-    for column, (evaluation, colour) in enumerate(zip(shown, (BLUE, ORANGE), strict=False)):
-        _bars(axes, accuracies(evaluation), kinds, column, len(shown), colour, evaluation["step"])
-    axes.set_xticks(range(len(kinds)), [kind.replace("_", "\n") for kind in kinds])
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.legend(frameon=False, loc="upper left", ncols=2)
-
-
-def _bars(axes, values, kinds, column, columns, colour, step) -> None:
-    width = 0.8 / columns
-    label = f"after step {step}" if step else "before"
-    for position, kind in enumerate(kinds):
-        if kind not in values:
-            continue
-        share, low, high = values[kind]
-        axes.bar(
-            position + (column - (columns - 1) / 2) * width,
-            share,
-            width * 0.92,
-            yerr=[[max(0.0, share - low)], [max(0.0, high - share)]],
-            color=colour,
-            ecolor="0.25",
-            capsize=3,
-            label=label if position == 0 else None,
-        )
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.console import LOSS_NOTE, Console, step_line
+from recipes.curves import draw_curves
 from recipes.durable import (
     OutputError,
     append_lines,
@@ -26,7 +27,6 @@ from recipes.durable import (
     write_text,
 )
 from recipes.health import complaints
-from recipes.report import draw_curves
 from recipes.tensorboard_log import TensorboardLog
 from recipes.wandb_log import WandbLog
 

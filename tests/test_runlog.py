@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from recipes.console import LOSS_NOTE, step_line
+from recipes.curves import draw_curves
 from recipes.durable import OutputError, append_lines, write_text, write_whole
 from recipes.health import complaints
-from recipes.report import draw_curves
 from recipes.runlog import PARITY, RunLog
 from recipes.wandb_log import WandbError
 

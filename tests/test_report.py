@@ -1,0 +1,416 @@
+"""Behaviour of the run report: pages of real run folders, whole, damaged and under way."""
+
+import json
+import re
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from test_runlog import CLEAN, HEALTHY, completion, lines
+
+from recipes import grpo_gsm8k
+from recipes.report import main
+from recipes.report_charts import LONGEST_LABEL, short, styles
+from recipes.report_page import MOST_CHARACTERS, text
+from recipes.report_panels import PANELS, lag_tokens, split_panels
+from recipes.report_runs import Group, group_runs, load_runs, of
+from recipes.report_samples import moments
+from recipes.report_words import state, verdict
+from recipes.runlog import RunLog
+
+SMALL = [
+    *("--preset", "tiny", "--runtime", "inline", "--steps", "2", "--prompts-per-step", "3"),
+    *("--group-size", "4", "--max-tokens", "24", "--evaluation.problems", "4", "--device", "cpu"),
+]
+VOID = {"meta", "link", "img", "br", "input"}
+
+
+class Reader(HTMLParser):
+    """Elements, and whether every one that opens is closed in order."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.open, self.crossed = [], [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.crossed.append(tag)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory) -> dict[str, Path]:
+    """Two bitwise runs that differ in the seed, and one with ordinary kernels in the sampler."""
+    base = tmp_path_factory.mktemp("runs")
+    words = {"first": [], "second": ["--seed", "1"], "ordinary": ["--mode", "none"]}
+    for name, more in words.items():
+        assert grpo_gsm8k.main([*SMALL, *more, "--out", str(base / name)]) == 0
+    return {name: base / name for name in words}
+
+
+@pytest.fixture(scope="module")
+def all_three(real, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("report") / "three.html"
+    assert main([*map(str, real.values()), "--out", str(out)]) == 0
+    return out
+
+
+def write_run(folder: Path, steps: int = 4, config: dict | None = None, **metrics) -> Path:
+    """A run's folder by the project's own log; metrics are functions of the step."""
+    with RunLog(folder, steps) as log:
+        for step in range(1, steps + 1):
+            more = {name.replace("__", "/"): value(step) for name, value in metrics.items()}
+            log.step(step, {**HEALTHY, **CLEAN, **more}, [completion(), completion("18", 0.0)])
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+BITWISE = {"mode": "bitwise", "seed": 0, "steps": 4, "trainer": {"learning_rate": 1e-3}}
+
+
+def report(*folders: Path, out: Path) -> str:
+    assert main([*map(str, folders), "--out", str(out)]) == 0
+    return out.read_text("utf-8")
+
+
+def cells(page: str, row: str) -> list[str]:
+    """The cells of the table's row."""
+    (found,) = re.findall(
+        rf'<th scope="row">{re.escape(text(row))}</th>(.*?)</tr>', page, re.DOTALL
+    )
+    return [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", found, re.DOTALL)]
+
+
+def test_the_page_needs_nothing_from_outside(all_three):
+    page = all_three.read_text("utf-8")
+    reader = Reader(page)
+    assert not reader.crossed and not reader.open
+    assert not {"script", "link", "iframe", "img", "object", "base"} & set(reader.tags)
+    addresses = [v or "" for k, v in reader.attributes if k in ("src", "href", "xlink:href")]
+    files = [each for each in addresses if not each.startswith("#")]
+    assert files and all((all_three.parent / each).is_file() for each in files)
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+    assert "default-src 'none'" in page
+    identities = [value for name, value in reader.attributes if name == "id"]
+    assert len(identities) == len(set(identities)) > 100
+    assert {each[1:] for each in addresses if each.startswith("#")} <= set(identities)
+
+
+def test_every_chart_has_words_a_picture_and_named_axes(all_three):
+    page = all_three.read_text("utf-8")
+    figures = re.findall(r'<figure id="(\w+)"><svg role="img" aria-label="([^"]*)"', page)
+    names = {name for name, _ in figures}
+    assert {
+        "reward",
+        "parity",
+        "kl_sampler_trainer",
+        "dead_groups",
+        "length",
+        "time_parts",
+    } <= names
+    assert {"accuracy_sampled_strict", "rollout_speed", "train_speed"} <= names
+    for name, words in figures:
+        assert re.match(r".+; x: .+, y: .+\. .*(first|ordinary)", words), name
+        picture = (all_three.parent / "three_charts" / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+    assert len(list((all_three.parent / "three_charts").iterdir())) == len(figures)
+
+
+def test_numbers_are_those_of_the_files(real, all_three):
+    page = all_three.read_text("utf-8")
+    rows = {name: lines(folder / "metrics.jsonl") for name, folder in real.items()}
+    scores = {name: lines(folder / "evaluations.jsonl") for name, folder in real.items()}
+    for name, key in (("compared", "parity/tokens_compared"), ("differing", DIFFERING)):
+        sums = [f"{sum(row[key] for row in each):,}" for each in rows.values()]
+        assert cells(page, f"tokens {name}") == sums
+    assert cells(page, "--mode") == ["bitwise", "bitwise", "none"]
+    assert cells(page, "--seed") == ["0", "1", "0"]
+    kl = [max(row["kl/sampler_trainer"] for row in each) for each in rows.values()]
+    assert cells(page, "largest KL(sampler || trainer)") == ["0.0 exactly"] * 2 + [f"{kl[2]:.3g}"]
+    for found, each in zip(cells(page, "reward, first → last step"), rows.values(), strict=True):
+        assert found == f"{each[0]['reward']:.3f} → {each[-1]['reward']:.3f}"
+    speeds = [sum(row["tokens_per_second/rollout"] for row in each) / 2 for each in rows.values()]
+    assert cells(page, "rollout, tokens/s (median)") == [f"{speed:,.0f}" for speed in speeds]
+    shown = cells(page, "accuracy, greedy, strict")
+    for (first, last), cell in zip(scores.values(), shown, strict=True):
+        assert cell == f"step 0: {share(first)}\nstep 2: {share(last)}"
+
+
+DIFFERING = "parity/tokens_differing"
+
+
+def share(row: dict) -> str:
+    three = (100 * row[f"eval/greedy_strict{end}"] for end in ("", "/low", "/high"))
+    return "{:.1f}% ({:.1f} to {:.1f})".format(*three)
+
+
+def test_the_verdict_stands_at_the_top_in_words(real, all_three):
+    page = all_three.read_text("utf-8")
+    total = {
+        n: [sum(r[k] for r in lines(f / "metrics.jsonl")) for k in COUNTS] for n, f in real.items()
+    }
+    compared, differing = total["ordinary"]
+    assert differing > 0
+    for said in (
+        f"✓ Bitwise: {total['first'][0]:,} tokens compared, 0 differ",
+        f"✓ Bitwise: {total['second'][0]:,} tokens compared, 0 differ",
+        f"○ Comparison run (mode none): {differing:,} of {compared:,} tokens differ",
+    ):
+        assert 0 < page.index(said) < page.index("<table>")
+
+
+COUNTS = ("parity/tokens_compared", DIFFERING)
+
+
+def test_completions_stand_side_by_side(real, all_three):
+    runs = load_runs([str(real["first"]), str(real["ordinary"])])
+    early, late = moments(runs)
+    for moment in (early, late):
+        for prompt, held in moment.prompts.items():
+            for run, one in zip(runs, held, strict=True):
+                rows = [r for r in lines(run.folder / "completions.jsonl") if r["step"] == one.step]
+                rewards = [r["reward"] for r in rows if r["prompt"] == prompt]
+                assert one.rewards == rewards and len(rewards) == 4
+                assert (one.best["reward"], one.worst["reward"]) == (max(rewards), min(rewards))
+    assert {one.step for held in early.prompts.values() for one in held if one} == {1}
+    assert {one.step for held in late.prompts.values() for one in held if one} == {2}
+    page = all_three.read_text("utf-8")
+    assert all(text(p) in page for p in early.prompts)
+
+
+def test_a_report_of_one_run_lies_in_its_folder_and_is_made_anew(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    path = tmp_path / "run" / "report.html"
+    for _ in range(2):
+        assert main([str(tmp_path / "run")]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == str(path)
+        assert "<h2>In numbers</h2>" in path.read_text("utf-8")
+
+
+def test_several_runs_are_reported_here(tmp_path, monkeypatch):
+    folders = [write_run(tmp_path / name) for name in "ab"]
+    monkeypatch.chdir(tmp_path)
+    assert main(list(map(str, folders))) == 0
+    assert (tmp_path / "report.html").exists() and (tmp_path / "report_charts").is_dir()
+
+
+def test_seeds_are_drawn_as_a_band_and_n_is_said(tmp_path):
+    folders = [
+        write_run(
+            tmp_path / f"s{seed}", config={**BITWISE, "seed": seed}, reward=lambda s, d=seed: s + d
+        )
+        for seed in (0, 1, 5)
+    ]
+    other = write_run(tmp_path / "other", config={**BITWISE, "trainer": {"learning_rate": 1.0}})
+    page = report(*folders, other, out=tmp_path / "r.html")
+    assert "s0 +2 (mean, n = 3): 3 at step 1, 6 at step 4." in page
+    assert "Drawn as one: s0, s1, s5 (n = 3; they differ in the seed alone)" in page
+    assert cells(page, "--trainer.learning-rate") == ["0.001"] * 3 + ["1.0"]
+    assert "-FillBetweenPolyCollection" in page
+    assert main([*map(str, folders), "--apart", "--out", str(tmp_path / "apart.html")]) == 0
+    apart = (tmp_path / "apart.html").read_text("utf-8")
+    assert "n = 3" not in apart and "s1: 2 at step 1, 5 at step 4." in apart
+
+
+def test_only_the_seed_makes_a_band(tmp_path):
+    write_run(tmp_path / "a", config=BITWISE)
+    write_run(tmp_path / "again", config=BITWISE)
+    write_run(tmp_path / "mode", config={**BITWISE, "mode": "none", "seed": 1})
+    write_run(tmp_path / "unknown")
+    runs = load_runs([str(tmp_path / name) for name in ("a", "again", "mode", "unknown")])
+    assert [len(group.runs) for group in group_runs(runs)] == [1, 1, 1, 1]
+
+
+def test_what_a_completion_holds_is_only_text(tmp_path):
+    evil = (
+        "</pre><script>alert('x')</script><img src=https://example.org/a>&amp; \x00\x1b[31m\u202e"
+    )
+    with RunLog(tmp_path / "<b>&'\"$x$", 1) as log:
+        rows = [completion(evil), completion("y" * (MOST_CHARACTERS + 7), 0.0, prompt=evil)]
+        log.step(1, {**HEALTHY, **CLEAN}, rows)
+    page = report(tmp_path / "<b>&'\"$x$", out=tmp_path / "r.html")
+    reader = Reader(page)
+    assert not reader.crossed and not reader.open
+    assert not {"script", "img", "b"} & set(reader.tags)
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" in page and "␀␛[31m" in page
+    assert "\x00" not in page and "&amp;amp;" in page
+    assert "[7 characters more]" in page
+
+
+ASYNC = {
+    "kl__mismatch": lambda step: 0.0,
+    "kl__lag": lambda step: 1e-3 * step,
+    "lag__versions_mean": lambda step: 0.5 * step,
+    "lag__versions_max": lambda step: step,
+    "lag__tokens__0": lambda step: 100,
+    "lag__tokens__1": lambda step: 50 * step,
+    "parity__lag_rescored_compared": lambda step: 50 * step,
+    "parity__lag_rescored_differing": lambda step: 0,
+    "async__groups_refreshed": lambda step: step,
+    "async__groups_dropped": lambda step: 0,
+    "sampling__effective_sample_size": lambda step: 1 / step,
+    "clip_ratio__low_mean": lambda step: 0.01 * step,
+}
+
+
+def test_lag_is_drawn_where_a_run_has_it(tmp_path):
+    write_run(tmp_path / "async", config=BITWISE, **ASYNC)
+    page = report(tmp_path / "async", out=tmp_path / "r.html")
+    charted = set(re.findall(r'<figure id="(\w+)"', page))
+    drawn = {"kl_mismatch", "kl_lag", "lag_mean", "lag_max", "lag_histogram", "refreshed"}
+    assert drawn | {"rescored", "effective_sample_size", "clip_low"} <= charted
+    assert "dropped" not in charted and "Groups dropped as too old: 0 " in page
+    assert "async, 900 tokens: 44.4% 0 behind, 55.6% 1 behind." in page
+    assert "Stale tokens proved again: 500 compared, 0 differ" in page
+    (run,) = load_runs([str(tmp_path / "async")])
+    assert lag_tokens(Group("async", (run,))) == {0: 400, 1: 500}
+
+
+def test_runs_without_lag_have_no_such_panels(tmp_path):
+    page = report(write_run(tmp_path / "plain"), out=tmp_path / "r.html")
+    assert not re.search(r'<figure id="(lag|kl_lag|kl_mismatch|refreshed|clip)', page)
+
+
+def test_a_metric_that_never_changes_is_said_and_not_charted(tmp_path):
+    write_run(tmp_path / "a", learning_rate=lambda step: 3e-4)
+    charted, constant = split_panels(load_runs([str(tmp_path / "a")]))
+    keys = [panel.key for panel in charted]
+    assert "learning_rate" not in keys and {"reward", DIFFERING, "kl/sampler_trainer"} <= {*keys}
+    assert {panel.key: number for panel, number in constant.items()}["learning_rate"] == 3e-4
+    assert len({panel.name for panel in PANELS}) == len(PANELS)
+
+
+def damaged(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "run", steps=5, config={**BITWISE, "steps": 9})
+    kept = (folder / "metrics.jsonl").read_text().splitlines()
+    kept[1] = kept[1][:40]
+    more = ["[]", '{"step": "x"}', kept[4].replace('"step": 5', '"step": 4'), '{"parity/tok']
+    (folder / "metrics.jsonl").write_text("\n".join([*kept[:4], *more]))
+    return folder
+
+
+def test_damaged_lines_are_said_and_the_rest_is_used(tmp_path):
+    folder = damaged(tmp_path)
+    page = report(folder, out=tmp_path / "r.html")
+    assert "metrics.jsonl: 3 damaged lines left out (lines 2, 5, 6)" in page
+    assert "metrics.jsonl: the last line is cut short and was left out" in page
+    assert "1 earlier step not on record" in page
+    assert "step 4 of 9; not ended: still under way, or stopped" in page
+    assert cells(page, "tokens compared") == [f"{3 * 5321:,}"]
+
+
+def test_a_run_before_its_first_step_claims_nothing(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text(json.dumps(BITWISE))
+    page = report(tmp_path / "new", out=tmp_path / "r.html")
+    assert "○ Nothing was compared yet: nothing is proved" in page and "✓" not in page
+    assert "step 0 of 4; not ended" in page
+
+
+def state_of(folder: Path) -> str:
+    (run,) = load_runs([str(folder)])
+    return state(run)
+
+
+def test_an_ended_a_resumed_and_a_prolonged_run_say_so(tmp_path):
+    folder = write_run(tmp_path / "run", config=BITWISE)
+    with RunLog(folder, 4, resume_step=2) as log:
+        for step in (3, 4):
+            log.step(step, {**HEALTHY, **CLEAN}, [completion()])
+        assert state_of(folder) == "step 4 of 4; not ended: still under way, or stopped"
+        log.finish()
+    assert state_of(folder) == "ended after step 4"
+    with RunLog(folder, 6, resume_step=4) as log:
+        log.step(5, {**HEALTHY, **CLEAN}, [completion()])
+    assert state_of(folder) == "step 5 of 5; not ended: still under way, or stopped"
+
+
+def said(tmp_path: Path, config: dict | None, **metrics):
+    (run,) = load_runs([str(write_run(tmp_path / "run", config=config, **metrics))])
+    found = verdict(run)
+    return found.tone, found.headline, found.details
+
+
+def test_a_difference_in_a_bitwise_run_is_no_success(tmp_path):
+    one = {"parity__tokens_differing": lambda step: int(step == 3), "parity__max_ulp": lambda s: 2}
+    tone, headline, details = said(tmp_path, BITWISE, **one)
+    assert (tone, headline) == ("bad", "Bitwise, BROKEN: 1 of 21,284 tokens differ")
+    assert "Largest difference: 2 units in the last place" in details
+
+
+def test_a_stale_difference_is_no_success(tmp_path):
+    stale = {
+        "parity__lag_rescored_compared": lambda step: 7,
+        "parity__lag_rescored_differing": lambda step: int(step == 2),
+    }
+    tone, _, details = said(tmp_path, BITWISE, **stale)
+    assert tone == "bad" and "Stale tokens proved again: 28 compared, 1 differ" in details
+
+
+def test_zeros_that_prove_nothing_are_not_praised(tmp_path):
+    nothing = {"parity__tokens_compared": lambda step: 0}
+    assert said(tmp_path / "a", BITWISE, **nothing)[0] == "open"
+    assert said(tmp_path / "b", None)[0] == "open"
+    lost = {"kl__sampler_trainer": lambda step: float("nan") if step == 2 else 0.0}
+    assert "KL is no number at 1 step" in said(tmp_path / "c", BITWISE, **lost)[2]
+    assert said(tmp_path / "d", BITWISE)[:2] == (
+        "good",
+        "Bitwise: 21,284 tokens compared, 0 differ",
+    )
+
+
+BAD = {
+    "no such folder": (["{0}/nowhere"], "nowhere: no such folder"),
+    "a file": (["{0}/file"], "file: is no folder"),
+    "not a run": (["{0}/empty"], "empty: not a run's folder (neither metrics.jsonl"),
+    "twice": (["{0}/run", "{0}/../{1}/run"], "given twice"),
+    "another file": (["{0}/run", "--out", "{0}/file"], "holds a file that is no report"),
+    "no place": (["{0}/run", "--out", "{0}/file/r.html"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_one_line_that_names_what(case, tmp_path, capsys):
+    words, named = BAD[case]
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    capsys.readouterr()
+    assert main([word.format(tmp_path, tmp_path.name) for word in words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and named in error and error.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_equal_folder_names_are_told_apart(tmp_path):
+    folders = [write_run(tmp_path / name / "run") for name in "ab"]
+    assert [run.name for run in load_runs([*map(str, folders)])] == ["a/run", "b/run"]
+
+
+def test_pictures_of_an_earlier_report_go(tmp_path):
+    write_run(tmp_path / "run", entropy=lambda step: 1 / step)
+    report(tmp_path / "run", out=tmp_path / "r.html")
+    assert (tmp_path / "r_charts" / "entropy.png").exists()
+    (tmp_path / "r_charts" / "mine.png").write_bytes(b"mine")
+    report(write_run(tmp_path / "other"), out=tmp_path / "r.html")
+    assert not (tmp_path / "r_charts" / "entropy.png").exists()
+    assert (tmp_path / "r_charts" / "mine.png").read_bytes() == b"mine"
+
+
+def test_many_runs_look_different():
+    looks = [(s.colour, str(s.dash), s.marker) for s in styles(30)]
+    assert len(set(looks)) == 30
+    assert short("_a").strip() == "_a" and len(short("n" * 99)) <= LONGEST_LABEL + 1
+    assert of("x")({"x": None}) is None and of("x")({"x": 0}) == 0
