@@ -46,6 +46,7 @@ class Job:
             total_steps=config.steps,
             wandb_mode=config.wandb,
             tensorboard=config.tensorboard,
+            trackio=config.trackio,
             config=dataclasses.asdict(config),
             resume_step=started if folder.resumed else None,
         )

@@ -83,10 +83,10 @@ def draw_all(groups: Sequence[Group], panels: Sequence[Panel]) -> list[Chart]:
         import matplotlib
     except ImportError as error:
         raise ReportError(f"no charts ({error}): pip install matplotlib") from error
-    plain = {"svg.hashsalt": "zerokl", "font.size": 9, "text.parse_math": False}
-    ink = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
-    ticks = {"xtick.color": INK, "ytick.color": INK, "hatch.linewidth": 0.6}
-    with matplotlib.rc_context({**plain, **ink, **ticks}):
+    look: dict[Any, Any] = {"svg.hashsalt": "zerokl", "font.size": 9, "text.parse_math": False}
+    look |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK)
+    look |= {"xtick.color": INK, "ytick.color": INK, "hatch.linewidth": 0.6}
+    with matplotlib.rc_context(look):
         over_steps = [_panel_chart(panel, groups) for panel in panels]
         extra = [*_accuracy_charts(groups), _lag_chart(groups), _time_chart(groups)]
         return [*over_steps, *(chart for chart in extra if chart is not None)]
@@ -243,7 +243,8 @@ def _accuracy_charts(groups: Sequence[Group]) -> list[Chart]:
 def _accuracy_chart(kind: str, groups: Sequence[Group]) -> Chart:
     runs = [(group, run) for group in groups for run in group.runs]
     reach = max((run.last_step for _, run in runs), default=1)
-    sizes = {row.get(f"eval/{kind}/n") for _, run in runs for row in run.evaluations} - {None}
+    counts = (row.get(f"eval/{kind}/n") for _, run in runs for row in run.evaluations)
+    sizes = {count for count in counts if isinstance(count, int)}
     of_groups = dict(zip((g.label for g in groups), styles(len(groups)), strict=True))
 
     def draw(axes: Any) -> str:

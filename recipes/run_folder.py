@@ -18,6 +18,7 @@ FREE_TO_CHANGE = {
     "resume",
     "wandb",
     "tensorboard",
+    "trackio",
     "dry_run",
     "threads",
 } | {

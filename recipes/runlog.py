@@ -1,4 +1,4 @@
-"""The record of a run: files that outlive a kill, the console, W&B when asked, a picture.
+"""The record of a run: files that outlive a kill, the console, trackers when asked, a picture.
 
 In the run's folder:
 
@@ -28,6 +28,7 @@ from recipes.durable import (
 )
 from recipes.health import complaints
 from recipes.tensorboard_log import TensorboardLog
+from recipes.trackio_log import TrackioLog
 from recipes.wandb_log import WandbLog
 
 PARITY = (
@@ -46,10 +47,10 @@ class RunLog:
     wandb_mode: "disabled", "offline" or "online". config: the run's settings, for W&B.
     resume_step: None for a new run; else the step that the loaded checkpoint was made after (0:
     none), and all that later steps had written is dropped, so that no step occurs twice.
-    tensorboard: whether to write TensorBoard's files into the folder too.
+    tensorboard, trackio: whether to write TensorBoard's, and trackio's, files into the folder too.
     Use it as a context manager, or call `finish` or `close`.
     Raises OutputError for a folder that cannot be written or holds another run, WandbError,
-    TensorboardError.
+    TensorboardError, TrackioError.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class RunLog:
         config: Mapping[str, Any] | None = None,
         resume_step: int | None = None,
         tensorboard: bool = False,
+        trackio: bool = False,
     ):
         self.folder, self.total_steps = Path(folder).expanduser().absolute(), total_steps
         self.metrics_path = self.folder / "metrics.jsonl"
@@ -69,10 +71,13 @@ class RunLog:
         require_writable(self.folder)
         self._align_files(resume_step)
         self._console = Console()
-        self._wandb = WandbLog(self.folder, wandb_mode, plain(config or {}), self.say)
-        self._sinks: list[WandbLog | TensorboardLog] = [self._wandb]
+        settings = plain(config or {})
+        self._wandb = WandbLog(self.folder, wandb_mode, settings, self.say)
+        self._sinks: list[WandbLog | TensorboardLog | TrackioLog] = [self._wandb]
         if tensorboard:
             self._sinks.append(TensorboardLog(self.folder, resume_step, self.say))
+        if trackio:
+            self._sinks.append(TrackioLog(self.folder, settings, self._past(), self.say))
         self._console.start_bar(total_steps, self._last_step)
         atexit.register(self.close)
 
@@ -147,6 +152,10 @@ class RunLog:
     def _send(self, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]] = ()) -> None:
         for sink in self._sinks:
             sink.log(record, rows)
+
+    def _past(self) -> list[dict[str, Any]]:
+        rows = [*read_lines(self.evaluations_path), *read_lines(self.metrics_path)]
+        return sorted(rows, key=lambda row: row["step"])
 
     def _align_files(self, resume_step: int | None) -> None:
         if resume_step is None and self.metrics_path.exists():

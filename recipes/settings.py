@@ -73,6 +73,7 @@ class RunConfig:
         a run's folder.
     wandb: "disabled", "online" or "offline".
     tensorboard: also write TensorBoard's files, into the run's folder; needs its package.
+    trackio: also write trackio's files, into the run's folder; needs its package.
     device: of both sides: "cpu", "cuda" or "auto" (cuda where there is one).
     dtype: of both sides; None is bfloat16 on a GPU and float32 on a CPU.
     dry_run: print the plan and stop.
@@ -114,6 +115,7 @@ class RunConfig:
     resume: str = "off"
     wandb: Literal["disabled", "online", "offline"] = "disabled"
     tensorboard: bool = False
+    trackio: bool = False
     device: str = "auto"
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     dry_run: bool = False

@@ -28,6 +28,8 @@ MAY_USE = {
     "datasets": ("recipes/", "benchmarks/"),
     "wandb": ("recipes/", "benchmarks/"),
     "peft": (),
+    "matplotlib": ("recipes/", "benchmarks/"),
+    "trackio": ("recipes/trackio_log.py",),
 }
 WITHOUT_TORCH = (
     "rollout.config",
@@ -45,7 +47,7 @@ WITHOUT_TORCH = (
     "shared_ops.model.vocabulary",
     "shared_ops.sample.key",
 )
-HEAVY = ("torch", "transformers", "ray", "datasets", "wandb", "matplotlib")
+HEAVY = ("torch", "transformers", "ray", "datasets", "wandb", "matplotlib", "trackio")
 MAX_FILE, MEDIAN, NINETIETH, MAX_FUNCTION, MAX_KERNEL = 400, 10, 30, 60, 120
 TEXT_SUFFIXES = (".py", ".md", ".toml", ".yml", ".yaml", ".ipynb", ".sh", ".cfg", ".txt", "")
 # Spelled in halves, so that this file does not hold them.
@@ -203,6 +205,7 @@ LAZY = {
     "from trainer import TrainerConfig",
     "the planner": f"import {', '.join(WITHOUT_TORCH)}",
     "the recipe's module": "import recipes.grpo_gsm8k",
+    "the report's module": "import recipes.report",
 }
 
 
