@@ -62,7 +62,8 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     micro-batch's activations."""
     size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
     adapters = config.lora.num_parameters(model)
-    trainer = (adapters or parameters) * (4 * 4 + (0 if size == 4 else size))
+    trained = adapters or parameters
+    trainer = trained * (4 * 4 + (0 if size == 4 else size))
     if adapters:
         trainer += parameters * size
         parameters += adapters
@@ -75,7 +76,7 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
     versions = config.trainer.keep_versions
-    kept_weights = parameters * size * (versions + (versions > 0))
+    kept_weights = trained * size * (versions + (versions > 0))
     return parameters * size + trainer + kv + activations + logits + kept_weights
 
 

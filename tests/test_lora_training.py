@@ -217,6 +217,24 @@ def test_a_run_goes_on_from_a_peft_folder(finished, capsys):
     assert config.lora.rank == 4
 
 
+def test_the_plan_counts_adapters_instead_of_masters():
+    from recipes.models import EMBEDDED_MODEL
+    from recipes.plan import memory_estimate
+    from recipes.task import load_task
+    from shared_ops.model.config import ModelConfig
+
+    model = ModelConfig.from_folder(EMBEDDED_MODEL)
+    whole, lora = parse(SMALL), parse(RUN)
+    kept = replace(lora, trainer=replace(lora.trainer, keep_versions=3))
+    task = load_task(whole, EMBEDDED_MODEL)
+    size, adapters = 4 * model.num_parameters, lora.lora.num_parameters(model)
+    bytes_whole, bytes_lora, bytes_kept = (
+        memory_estimate(config, model, task) for config in (whole, lora, kept)
+    )
+    assert bytes_whole - bytes_lora == 3 * size - 5 * 4 * adapters
+    assert bytes_kept - bytes_lora == 4 * 4 * adapters
+
+
 def test_one_sides_own_adapters_are_refused(capsys):
     assert main([*SMALL, "--trainer.lora.rank", "4", "--dry-run"]) == 1
     assert "use --lora, which reaches both sides" in capsys.readouterr().err
