@@ -5,6 +5,7 @@ as well.
 """
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ HATCHES = ("", "///", "...", "\\\\\\", "xxx", "++")
 INK = "#1f2328"
 SIZE, DPI = (5.0, 3.3), 160
 MADE_BY = "zerokl report"
-LONGEST_LABEL = 34
+LONGEST_LABEL, HALF_A_LEGEND, LEGEND_ROW = 46, 22, 0.17
 SMOOTH_FROM, MARKED_UP_TO = 20, 40
 WIDE_RANGE, NEGLIGIBLE = 1000, 1e-6
 
@@ -116,12 +117,21 @@ def _chart(
     axes.spines[["top", "right"]].set_visible(False)
     words = draw(axes)
     if legend:
-        figure.legend(loc="outside lower left", ncols=2, frameon=False, handlelength=3.2)
+        _legend(figure, axes)
     alt = f"{title}; x: {labels[0]}, y: {labels[1]}. {words}"
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=DPI, metadata={"Software": MADE_BY, "Description": alt})
     figure.set_layout_engine("none")  # the layout found above serves both
     return Chart(section, name, title, key, note, alt, _svg(figure, name, alt), png.getvalue())
+
+
+def _legend(figure: Any, axes: Any) -> None:
+    """Below the axes, in one column where labels are long; the figure grows with its rows."""
+    labels = axes.get_legend_handles_labels()[1]
+    columns = 2 if all(len(label) <= HALF_A_LEGEND for label in labels) else 1
+    rows = math.ceil(len(labels) / columns)
+    figure.set_size_inches(SIZE[0], SIZE[1] + LEGEND_ROW * max(0, rows - 1))
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, handlelength=3.2)
 
 
 def _svg(figure: Any, name: str, alt: str) -> str:
@@ -225,7 +235,8 @@ def _mend_axes(axes: Any, numbers: Sequence[float]) -> None:
         axes.set_ylim(*sorted((0.98 * middle, 1.02 * middle)))
         _remark(axes, "changes by less than a millionth")
     elif min(numbers) >= 0 and max(sizes) > WIDE_RANGE * min(sizes):
-        axes.set_yscale("symlog", linthresh=min(sizes))
+        axes.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(sizes))))
+        axes.yaxis.set_major_formatter(lambda number, _: f"{number:.0e}" if number else "0")
         axes.set_ylim(bottom=0)
 
 
@@ -347,7 +358,8 @@ def _time_chart(groups: Sequence[Group]) -> Chart | None:
 
 
 def _folded(label: str) -> str:
-    """On lines of at most 14 characters."""
+    """On at most three lines of 16 characters."""
     import textwrap
 
-    return "\n".join(textwrap.wrap(short(label), 14))
+    lines = textwrap.wrap(short(label), 16, max_lines=3, placeholder="…")
+    return "\n".join(lines)

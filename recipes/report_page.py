@@ -214,7 +214,8 @@ def _answers(run: Run, held: Answers | None) -> str:
     mean = f"mean reward {sum(judged) / len(judged):.3f}" if judged else "not judged"
     group = f'<p class="facts">step {held.step}, {len(held.rewards)} completions, {mean}</p>'
     if held.best is held.worst:
-        return f"{name}{group}{_completion('all equal; the first', held.best)}"
+        which = "the first" if not judged else "all equal; the first"
+        return f"{name}{group}{_completion(which, held.best)}"
     best, worst = _completion("best", held.best), _completion("worst", held.worst)
     return f"{name}{group}{best}{worst}"
 

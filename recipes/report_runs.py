@@ -1,6 +1,7 @@
 """Run folders as the report reads them: forgiving of damage, and saying what it was."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ class Run:
     @property
     def total_steps(self) -> int:
         """As many as were asked for; a prolonged run has more than its first settings say."""
-        return max(self.config.get("steps", 0), self.last_step)
+        asked = self.config.get("steps")
+        return max(asked if isinstance(asked, int) else 0, self.last_step)
 
     @property
     def ended(self) -> bool:
@@ -81,7 +83,7 @@ def of(name: str) -> Value:
 
     def value(row: Row) -> float | None:
         found = row.get(name)
-        return found if isinstance(found, int | float) else None
+        return found if isinstance(found, int | float) and math.isfinite(found) else None
 
     return value
 

@@ -24,11 +24,11 @@ class Answers:
     rewards: list[float | None] = field(default_factory=list)
 
     def add(self, one: Mapping[str, Any]) -> None:
-        """Counts a completion in; the first of equals stays."""
+        """Counts a completion in; the first of equals stays, and one not judged gives way."""
         self.rewards.append(_reward(one))
         if _above(one, self.best):
             self.best = one
-        if _above(self.worst, one):
+        if _above(self.worst, one) or (_reward(self.worst) is None and _reward(one) is not None):
             self.worst = one
 
 

@@ -247,6 +247,20 @@ def test_what_a_completion_holds_is_only_text(tmp_path):
     assert "[7 characters more]" in page
 
 
+def test_a_completion_that_was_not_judged_is_neither_best_nor_worst(tmp_path):
+    rewards = (None, 0.5, 0.0, None, 1.0)
+    with RunLog(tmp_path / "run", 1) as log:
+        rows = [completion(f"answer {reward}", reward) for reward in rewards]
+        rows += [completion("unknown", None, prompt="Why?")] * 2
+        log.step(1, {**HEALTHY, **CLEAN}, rows)
+    early = moments(load_runs([str(tmp_path / "run")]))[0].prompts
+    (judged,), (other,) = early["How many?"], early["Why?"]
+    assert judged and other and judged.rewards == list(rewards)
+    assert (judged.best["reward"], judged.worst["reward"]) == (1.0, 0.0)
+    assert "not judged" in report(tmp_path / "run", out=tmp_path / "r.html")
+    assert other.best is other.worst
+
+
 ASYNC = {
     "kl__mismatch": lambda step: 0.0,
     "kl__lag": lambda step: 1e-3 * step,
@@ -279,6 +293,17 @@ def test_lag_is_drawn_where_a_run_has_it(tmp_path):
 def test_runs_without_lag_have_no_such_panels(tmp_path):
     page = report(write_run(tmp_path / "plain"), out=tmp_path / "r.html")
     assert not re.search(r'<figure id="(lag|kl_lag|kl_mismatch|refreshed|clip)', page)
+
+
+def test_a_wide_range_gets_a_log_scale_that_shows_zero(tmp_path):
+    sizes = (0.0, 1e-13, 3e-7, 1e-2)
+    differing = {"kl__sampler_trainer": lambda step: sizes[step - 1]}
+    write_run(tmp_path / "a", config={**BITWISE, "mode": "none"}, **differing)
+    page = report(tmp_path / "a", out=tmp_path / "r.html")
+    start = page.index('<figure id="kl_sampler_trainer"')
+    figure = page[start : page.index("</figure>", start)]
+    ticks = re.findall(r"<!-- (.*?) -->", figure)
+    assert {"0", "1e-13", "1e-03"} <= set(ticks) and not any("$" in tick for tick in ticks)
 
 
 def test_a_metric_that_never_changes_is_said_and_not_charted(tmp_path):
