@@ -94,7 +94,7 @@ def test_ordinary_ops_differ(folders):
 def merged(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The base with scale B A added into each weight."""
     tensors = trainer.publish()[1]
-    weights = {n: view.clone() for n, view in trainer._scorer.model.weights.views().items()}
+    weights = {n: view.clone() for n, view in trainer._held.scorer.model.weights.views().items()}
     for name, a in tensors.items():
         if name.endswith("lora_A.weight"):
             b = tensors[name.replace("lora_A", "lora_B")]

@@ -143,7 +143,7 @@ def test_adapter_parameters_are_counted(folders):
     model = ModelConfig.from_folder(folders["llama"])
     for targets in (TARGETS, ("v_proj", "down_proj")):
         lora = LoraConfig(rank=3, target_modules=targets)
-        leaves = trainer_of(folders["llama"], lora)._masters.leaves()
+        leaves = trainer_of(folders["llama"], lora)._held.masters.leaves()
         assert lora.num_parameters(model) == sum(leaf.numel() for leaf in leaves)
 
 

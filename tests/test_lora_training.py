@@ -30,9 +30,9 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_base_stays_as_it_is_and_is_kept_once(folder, dtype):
     trainer = trainer_of(folder, dtype=dtype, beta=0.1)
-    base = trainer._scorer.model.weights
+    base = trainer._held.scorer.model.weights
     assert base.embed_VD.dtype == getattr(torch, dtype)
-    assert trainer._reference is not None and trainer._reference.model.weights is base
+    assert trainer._held.reference is not None and trainer._held.reference.model.weights is base
     before, manifest = digest_of(base.views()), trainer.publish()[0]
     assert manifest.base == before and manifest.scale == LORA.scale
     first, second = take_steps(trainer, 2)

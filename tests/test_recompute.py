@@ -33,14 +33,14 @@ def backward(trainer: Trainer, later: float = 1.0):
     """
     samples = unscored(9, seed=3, longest=40)
     batch = pack(samples, tuple(range(len(samples))), trainer.ranks.device)
-    model, calls = trainer._scorer.model, []
+    model, calls = trainer._held.scorer.model, []
     exact = model.ops
 
     def counted(x):
         calls.append(len(x))
         return exact.swiglu(x * later if len(calls) > LAYERS else x)
 
-    weights = {leaf.untyped_storage().data_ptr() for leaf in trainer._weights.leaves()}
+    weights = {leaf.untyped_storage().data_ptr() for leaf in trainer._held.weights.leaves()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,10 +51,10 @@ def backward(trainer: Trainer, later: float = 1.0):
 
     model.ops = exact._replace(swiglu=counted)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logprobs_N, entropy_N = trainer._scorer.score(batch)
+        logprobs_N, entropy_N = trainer._held.scorer.score(batch)
     weight_N = torch.linspace(-1, 1, len(logprobs_N))
     loss = (logprobs_N * weight_N).sum() + entropy_N.sum()
-    gradients = torch.autograd.grad(loss, trainer._weights.leaves())
+    gradients = torch.autograd.grad(loss, trainer._held.weights.leaves())
     model.ops = exact
     return logprobs_N.detach(), list(gradients), sum(kept.values()), len(calls)
 

@@ -50,7 +50,7 @@ def ours(folder, bonus: float):
         replace(sample, behaviour_logprobs=values.tolist())
         for sample, values in zip(SAMPLES, scores, strict=True)
     ]
-    holder = trainer._masters.to(torch.float32, "cpu")
+    holder = trainer._held.masters.to(torch.float32, "cpu")
     for leaf, gradient in zip(holder.leaves(), trainer._accumulate(samples)[1], strict=True):
         leaf.copy_(gradient)
     return torch.cat(scores).double(), {n: view.double() for n, view in holder.views().items()}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rank_groups import own_place, run_group
 from train_samples import drawn, nudged, unscored
 
 from trainer import ParityError, Trainer, TrainerConfig
@@ -44,38 +41,12 @@ def take_steps(trainer: Trainer, rank: int, count: int) -> dict:
     raise AssertionError("the differing token was not seen")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def run_group(folder: Path, count: int) -> list[dict]:
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env=os.environ
-            | group
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            | {"PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * count
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 def test_two_ranks_take_the_step_of_one(tmp_path):
     from toy_models import toy_folder  # not at the top: the ranks do without transformers
 
     folder = toy_folder(tmp_path / "llama")
     one = take_steps(Trainer(folder, TrainerConfig(**SETTINGS)), 0, 1)
-    first, second = run_group(folder, 2)
+    first, second = run_group(__file__, 2, folder)
     assert first["lines"] == second["lines"] and first["digest"] == second["digest"]
     for mine, whole in zip(first["lines"], one["lines"], strict=True):
         assert mine == pytest.approx(whole, rel=1e-4, abs=1e-7)
@@ -87,7 +58,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path):
 
 if __name__ == "__main__":
     config = TrainerConfig(**SETTINGS)
-    group_size, own_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    own_rank, group_size = own_place()
     own = Trainer(sys.argv[1], config)
     print(json.dumps(take_steps(own, own_rank, group_size)))
     own.ranks.wait()

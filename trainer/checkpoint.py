@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,9 @@ def check_same(
     dtype: str,
     own_dtype: str,
     tensors: dict[str, Tensor],
-    own: dict[str, Tensor],
+    own: Mapping[str, Sequence[int]],
 ) -> None:
-    """Refuse a checkpoint of another model or dtype.
+    """Refuse a checkpoint of another model or dtype; own: shapes by name.
 
     Raises:
         CheckpointError: naming what differs.
@@ -164,7 +164,7 @@ def check_same(
             f"set dtype to {dtype}"
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    own_shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    own_shapes = {name: tuple(shape) for name, shape in own.items()}
     for name in sorted(shapes.keys() | own_shapes.keys()):
         if shapes.get(name) != own_shapes.get(name):
             raise CheckpointError(

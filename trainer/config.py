@@ -26,6 +26,7 @@ Loss = Literal["grpo", "gspo", "cispo"]
 Aggregation = Literal["token", "sequence", "constant"]
 Advantage = Literal["group", "centered", "batch", "rloo"]
 Schedule = Literal["constant", "linear", "cosine"]
+Sharding = Literal["none", "full"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -36,6 +37,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loss": ("grpo", "gspo", "cispo"),
     "aggregation": ("token", "sequence", "constant"),
     "advantage": ("group", "centered", "batch", "rloo"),
+    "sharding": ("none", "full"),
     "schedule": ("constant", "linear", "cosine"),
     "dtype": ("float32", "bfloat16", "float16"),
 }
@@ -85,6 +87,8 @@ class TrainerConfig:
         micro_batch_tokens: budget of one forward and backward, in packed tokens.
         recompute: drop what a layer keeps for its backward and compute it again there: less memory,
             the layers' forward twice, the same bits.
+        sharding: "full" leaves every rank only its rows of weights, masters and moments (FSDP2) and
+            gathers a layer when it runs: the same bits as "none", in which each rank holds all.
         keep_versions: published versions of the weights that are kept (in dtype), so that stale
             tokens can be scored under the version that drew them; 0 keeps none.
         keep_versions_on: "device", "cpu" (host memory) or "disk" (a temporary folder).
@@ -126,6 +130,7 @@ class TrainerConfig:
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 8192
     recompute: bool = False
+    sharding: Sharding = "none"
     keep_versions: int = 0
     keep_versions_on: Place = "cpu"
 
@@ -139,6 +144,7 @@ class TrainerConfig:
                 )
         _check_ranges(self)
         _check_pairs(self)
+        _check_sharding(self)
 
 
 def _check_ranges(config: TrainerConfig) -> None:
@@ -194,6 +200,16 @@ def _check_pairs(config: TrainerConfig) -> None:
             f"warmup_steps is {config.warmup_steps}; it must be at most total_steps, "
             f"{config.total_steps}"
         )
+
+
+def _check_sharding(config: TrainerConfig) -> None:
+    if config.sharding == "none":
+        return
+    for name, used in (("keep_versions", config.keep_versions), ("lora.rank", config.lora.rank)):
+        if used:
+            raise TrainerConfigError(
+                f"sharding is 'full' and {name} is {used}; set {name} to 0, or sharding to 'none'"
+            )
 
 
 def grpo(**changes: Any) -> TrainerConfig:

@@ -5,7 +5,7 @@ every sum has a fixed tree: bits depend neither on the thread count nor on an el
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def fixed_sum(values: Tensor) -> float:
     return flat.sum().item()
 
 
-def gradient_norm(gradients: Sequence[Tensor]) -> float:
+def gradient_norm(gradients: Iterable[Tensor]) -> float:
     """Euclidean norm over every gradient, summed in the order given."""
     total = 0.0
     for gradient in gradients:

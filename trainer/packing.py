@@ -132,3 +132,10 @@ def concatenated(sequences: Sequence[Sequence[float]], device: torch.device) -> 
     """float32 [N]: values that are already one per drawn token."""
     flat = [value for sequence in sequences for value in sequence]
     return torch.tensor(flat, dtype=torch.float32, device=device)
+
+
+def idle(device: torch.device) -> MicroBatch:
+    """One token of no sample: what a rank runs in a round for which it has no micro-batch."""
+    zero_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    ones_1 = torch.ones(1, device=device)
+    return MicroBatch((), zero_1, zero_1, [0, 1], zero_1, zero_1, ones_1, [1])

@@ -1,7 +1,7 @@
 """Scoring: log-probabilities of given completion tokens by the one forward that training uses."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,14 @@ from shared_ops.model.decoder import Decoder
 from trainer.packed_kv import PackedKV
 from trainer.packing import MicroBatch, pack
 from trainer.sample import TrainSample
+
+
+class Scores(Protocol):
+    """What scores micro-batches; the methods are those of `Scorer`."""
+
+    def score(self, batch: MicroBatch) -> tuple[Tensor, Tensor]: ...
+
+    def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]: ...
 
 
 class Scorer(NamedTuple):

@@ -1,8 +1,9 @@
 """The trainer: score, compare bits, take one optimiser step, publish."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,23 @@ import torch
 from torch import Tensor
 
 from shared_ops.attest import attest
-from shared_ops.model.adapters import Adapters, start_adapters
 from shared_ops.model.config import ModelConfig
-from shared_ops.model.decoder import Decoder, dtype_of, run_plainly
-from shared_ops.model.vocabulary import vocab_limit
-from shared_ops.model.weights import Leaves, Manifest, Weights, digest_of, load_folder
-from shared_ops.opset import EXACT, OpSet
+from shared_ops.model.weights import Manifest
 from trainer import checkpoint, metrics
 from trainer.checks import check_fit, check_trainable
 from trainer.config import TrainerConfig
+from trainer.held import Held
 from trainer.lag import KeptVersions, LagProver, with_fresh
 from trainer.loss import Denominators
 from trainer.metrics import TokenLog
 from trainer.objective import counts, gather, objective
 from trainer.optimizer import AdamW, gradient_norm, learning_rate
-from trainer.packing import MicroBatch, pack, split_samples, spread
+from trainer.packing import MicroBatch, idle, pack, split_samples, spread
 from trainer.parity import ParityError, require_equal
 from trainer.publish import publish
 from trainer.ranks import Ranks
-from trainer.recompute import recomputed
 from trainer.sample import TrainSample, TrainStats
-from trainer.score import Scorer
+from trainer.score import Scores
 
 
 class Trainer:
@@ -58,57 +55,30 @@ class Trainer:
         self.folder = Path(model_folder)
         self.ranks = Ranks(self.config.device)
         self.model_config = ModelConfig.from_folder(self.folder)
-        self.vocab_limit = vocab_limit(self.folder, self.model_config)
         self.lora = self.config.lora.settled()
         if self.config.exact and self.ranks.device.type == "cuda":
             attest(
                 self.model_config, device="cuda", dtype=self.config.dtype, lora=self.lora
             ).raise_if_broken()
         self.version = self.steps = self.num_tokens = 0
-        self._load_weights()
-        self.optimizer = AdamW(self._masters.leaves(), self.config)
+        self._held = self._hold()
+        self.vocab_limit = self._held.vocab_limit
+        self.optimizer = AdamW(self._held.masters.leaves(), self.config)
         kept = KeptVersions(self.config.keep_versions, self.config.keep_versions_on)
         self._lag = LagProver(
-            kept, self._weights, lambda weights, of: self._score(self._scorer_of(weights), of)
+            kept,
+            self._held.weights,
+            lambda weights, of: self._score(self._held.scorer_of(weights), of),
         )
 
-    def _load_weights(self) -> None:
-        """Masters are float32; the working weights are themselves, or a copy in the run's dtype.
+    def _hold(self) -> Held:
+        """One process alone holds all, whatever config.sharding asks."""
+        kind = Held
+        if self.config.sharding == "full" and self.ranks.count > 1:
+            from trainer.sharding import Sharded
 
-        Either are what is trained: all weights, or adapters beside weights that are frozen.
-        """
-        dtype, device = dtype_of(self.config.dtype), self.ranks.device
-        self._masters: Leaves
-        self._base: Weights | None = None
-        if self.lora.rank:
-            self._base = load_folder(self.folder, self.model_config, dtype, device)
-            self._masters = start_adapters(self.model_config, self.lora, torch.float32, device)
-            self._masters.base = digest_of(self._base.views())
-        else:
-            self._masters = load_folder(self.folder, self.model_config, torch.float32, device)
-        whole = dtype == torch.float32
-        self._weights = self._masters if whole else self._masters.to(dtype, device)
-        self._scorer = self._scorer_of(self._weights)
-        self._reference: Scorer | None = None
-        if self.config.beta:
-            self._reference = self._scorer_of(self._base or self._weights.to(dtype, device))
-        self._weights.requires_grad_(True)
-
-    def _scorer_of(self, trained: Leaves) -> Scorer:
-        """Of all weights, or of adapters beside the frozen ones."""
-        adapters = trained if isinstance(trained, Adapters) else None
-        weights = self._base if adapters else trained
-        assert isinstance(weights, Weights)
-        run_layer = recomputed if self.config.recompute else run_plainly
-        model = Decoder(self.model_config, weights, self._ops(), run_layer, adapters)
-        return Scorer(model, self.vocab_limit)
-
-    def _ops(self) -> OpSet:
-        if self.config.exact:
-            return EXACT
-        from shared_ops.ordinary import ORDINARY
-
-        return ORDINARY
+            kind = Sharded
+        return kind(self.folder, self.model_config, self.config, self.lora, self.ranks)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
@@ -127,11 +97,11 @@ class Trainer:
             ValueError: a sample that the model cannot take.
         """
         self._check_fit(samples)
-        return self._score(self._scorer, samples)
+        return self._score(self._held.scorer, samples)
 
-    def _score(self, scorer: Scorer, samples: Sequence[TrainSample]) -> list[Tensor]:
+    def _score(self, scorer: Scores, samples: Sequence[TrainSample]) -> list[Tensor]:
         scored: list[Tensor] = []
-        for batch in self._micro_batches(samples, range(len(samples))):
+        for batch in self._micro_batches(samples, range(len(samples)), self._held.together):
             logprobs_N, _ = scorer.score(batch)
             values = logprobs_N.cpu().split(batch.lengths)
             chosen = (samples[index] for index in batch.samples)
@@ -192,7 +162,7 @@ class Trainer:
         counted like the others, without a backward.
 
         Args:
-            samples: the whole optimiser batch (of this rank).
+            samples: the whole optimiser batch (of this rank, at least one).
 
         Returns:
             What was done.
@@ -203,17 +173,15 @@ class Trainer:
             ValueError: a sample that cannot be trained on.
             After any of these, weights, optimiser and version are what they were.
         """
-        self._check_fit(samples)
-        check_trainable(samples, self.version, self.config.mode)
+        self.ranks.all_pass(lambda: self._check_step(samples))
         log, gradients = self._accumulate(samples)
         parity = metrics.check_parity(log, self.ranks)
         total = parity.total
         if self.config.mode == "bitwise" and (total.tokens_differing or not total.tokens_compared):
             raise ParityError(total, metrics.first_difference(log, samples))
         summary = metrics.summarise(log, parity, self.ranks)
-        if self._reference is None:
+        if self._held.reference is None:
             del summary["kl"]
-        self.ranks.sum_(gradients)
         norm, rate = self._update(gradients)
         self.num_tokens += int(
             self.ranks.sum([float(sum(sample.length + 1 for sample in samples))])[0]
@@ -236,28 +204,34 @@ class Trainer:
         denominators = self._denominators(samples)
         active = [i for i, sample in enumerate(samples) if self._has_gradient(sample)]
         inert = sorted(set(range(len(samples))) - set(active))
-        gradients = [torch.zeros_like(master) for master in self._masters.leaves()]
+        self._held.take_gradients()  # those of a step that was refused
         logs = []
-        for batch in self._micro_batches(samples, active):
+        for batch in self._micro_batches(samples, active, True):
             loss, log = self._forward(batch, samples, denominators)
-            new = torch.autograd.grad(loss, self._weights.leaves())
-            for gradient, part in zip(gradients, new, strict=True):
-                gradient.add_(part)
+            self._held.backward(loss)
             logs.append(log)
         with torch.no_grad():
-            for batch in self._micro_batches(samples, inert):
+            for batch in self._micro_batches(samples, inert, self._held.together):
                 logs.append(self._forward(batch, samples, denominators)[1])
         lengths = [len(sample.places) for sample in samples]
-        return metrics.in_sample_order(logs, active + inert, lengths), gradients
+        log = metrics.in_sample_order([log for log in logs if log], active + inert, lengths)
+        return log, self._held.take_gradients()
 
-    def _micro_batches(self, samples: Sequence[TrainSample], indices: Sequence[int]):
+    def _micro_batches(
+        self, samples: Sequence[TrainSample], indices: Sequence[int], together: bool
+    ) -> Iterator[MicroBatch]:
+        """together: end with idle ones, so that every rank has as many."""
         lengths = [samples[index].length for index in indices]
-        for group in split_samples(lengths, self.config.micro_batch_tokens):
+        groups = split_samples(lengths, self.config.micro_batch_tokens)
+        missing = self.ranks.most(len(groups)) - len(groups) if together else 0
+        for group in groups:
             chosen = tuple(indices[place] for place in group)
             yield pack(samples, chosen, self.ranks.device)
+        for _ in range(missing):
+            yield idle(self.ranks.device)
 
     def _has_gradient(self, sample: TrainSample) -> bool:
-        every = self._reference is not None or self.config.entropy_coefficient != 0
+        every = self._held.reference is not None or self.config.entropy_coefficient != 0
         informs = sample.advantage != 0 or every
         return informs and counts(self.config, sample)
 
@@ -268,19 +242,22 @@ class Trainer:
 
     def _forward(
         self, batch: MicroBatch, samples: Sequence[TrainSample], denominators: Denominators
-    ) -> tuple[Tensor, TokenLog]:
+    ) -> tuple[Tensor, TokenLog | None]:
+        """Loss and token columns; of an idle micro-batch a loss of 0 and none."""
+        now_N, entropy_N = self._held.scorer.score(batch)
+        reference_N = None
+        if self._held.reference is not None:
+            with torch.no_grad():
+                reference_N, _ = self._held.reference.score(batch)
+        if not batch.samples:
+            return now_N.sum() * 0, None
         chosen = [samples[index] for index in batch.samples]
         given = gather(self.config, chosen, self.version, denominators, self.ranks.device)
-        now_N, entropy_N = self._scorer.score(batch)
-        reference_N = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_N, _ = self._reference.score(batch)
         return objective(self.config, given, now_N, entropy_N, reference_N)
 
     def _update(self, gradients: list[Tensor]) -> tuple[float, float]:
         """Clip, step the masters, refresh the working weights; returns norm and learning rate."""
-        norm = gradient_norm(gradients)
+        norm = gradient_norm(self._held.gathered(gradients))
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient norm of step {self.steps + 1} is {norm}; nothing was updated: look "
@@ -292,21 +269,15 @@ class Trainer:
                 gradient.mul_(limit / norm)
         rate = learning_rate(self.config, self.steps)
         self.optimizer.step(gradients, rate)
-        self._refresh()
+        self._held.refresh()
         self.steps += 1
         self.version += 1
         return norm, rate
 
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        if self._weights is not self._masters:
-            for leaf, master in zip(self._weights.leaves(), self._masters.leaves(), strict=True):
-                leaf.copy_(master)
-
     def publish(self) -> tuple[Manifest, dict[str, Tensor]]:
         """The working weights or adapters for a sampler; the tensors alias them (publish.py)."""
-        self._lag.kept.add(self.version, self._weights)
-        return publish(self.version, self._weights)
+        self._lag.kept.add(self.version, self._held.weights)
+        return publish(self.version, self._held.weights)
 
     def trace(self, sample: TrainSample, position: int) -> dict[str, Tensor]:
         """Each op's output at one drawn token, for finding the op where two programs part.
@@ -323,7 +294,7 @@ class Trainer:
             ValueError: the position is not one of a drawn token.
         """
         self._check_fit([sample])
-        return self._scorer.trace(sample, position)
+        return self._held.scorer.trace(sample, position)
 
     def save(self, path: str | Path, extra: dict[str, Any] | None = None) -> None:
         """Write a checkpoint that continues to the bit (trainer/checkpoint.py).
@@ -342,12 +313,13 @@ class Trainer:
             "version": self.version,
             "num_tokens": self.num_tokens,
             "dtype": self.config.dtype,
-            "base": self._weights.base,
-            "scale": self._weights.scale,
+            "base": self._held.weights.base,
+            "scale": self._held.weights.scale,
             "extra": extra or {},
         }
+        weights, tensors = self._held.whole_weights(), self._whole_state()
         if self.ranks.is_first:
-            checkpoint.write(path, self._weights, self.folder, self._state_tensors(), state)
+            checkpoint.write(path, weights, self.folder, tensors, state)
         self.ranks.wait()
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -357,29 +329,40 @@ class Trainer:
             CheckpointError: missing, damaged, or of another model or dtype; nothing was changed.
         """
         state, tensors = checkpoint.read(path)
-        checkpoint.check_base(path, state, self._weights)
+        checkpoint.check_base(path, state, self._held.weights)
         own = self._state_tensors()
-        checkpoint.check_same(path, state["dtype"], self.config.dtype, tensors, own)
+        shapes = dict(zip(own, cycle(self._held.whole_shapes()), strict=False))
+        checkpoint.check_same(path, state["dtype"], self.config.dtype, tensors, shapes)
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(tensors[name])
-        self._refresh()
+                tensor.copy_(self._held.rows(tensors[name]))
+        self._held.refresh()
         self.steps, self.version = state["step"], state["version"]
         self.num_tokens, self.optimizer.steps = state["num_tokens"], state["step"]
         return state["extra"]
 
     def _state_tensors(self) -> dict[str, Tensor]:
-        """Every float32 tensor that training continues from, by name."""
+        """What this rank holds of every float32 tensor that training continues from, by name."""
         groups = {
-            "master": self._masters.leaves(),
+            "master": self._held.masters.leaves(),
             "first moment": self.optimizer.first,
             "second moment": self.optimizer.second,
         }
         return {
             f"{group}: {name}": tensor
             for group, tensors in groups.items()
-            for name, tensor in zip(self._masters.leaf_names(), tensors, strict=True)
+            for name, tensor in zip(self._held.masters.leaf_names(), tensors, strict=True)
         }
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """All of them, on the rank that writes files; nothing on the others."""
+        own = self._state_tensors()
+        whole = zip(own, self._held.gathered(list(own.values())), strict=True)
+        return {name: tensor.cpu() for name, tensor in whole if self.ranks.is_first}
+
+    def _check_step(self, samples: Sequence[TrainSample]) -> None:
+        self._check_fit(samples)
+        check_trainable(samples, self.version, self.config.mode)
 
     def _check_fit(self, samples: Sequence[TrainSample]) -> None:
         check_fit(samples, self.model_config.max_positions, self.vocab_limit)
