@@ -93,7 +93,8 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
     """
     settings = json.loads(json.dumps(_comparable(config)))
     if folder.resumed:
-        _require_same(json.loads((folder.path / SETTINGS).read_text()), settings, "")
+        before = json.loads((folder.path / SETTINGS).read_text())
+        _require_same(_with_defaults(before, dataclasses.asdict(RunConfig())), settings, "")
         return
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -109,6 +110,16 @@ def prepare(folder: RunFolder, config: RunConfig) -> None:
 def _comparable(config: RunConfig) -> dict[str, Any]:
     values = dataclasses.asdict(config)
     return {name: value for name, value in values.items() if name not in FREE_TO_CHANGE}
+
+
+def _with_defaults(before: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What a run was started with, settings that came later at their defaults."""
+    nested = {
+        name: _with_defaults(value, defaults[name])
+        for name, value in before.items()
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+    }
+    return {**json.loads(json.dumps(defaults)), **before, **nested}
 
 
 def _require_same(before: dict[str, Any], now: dict[str, Any], prefix: str) -> None:
