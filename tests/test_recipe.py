@@ -100,19 +100,6 @@ def test_an_interrupted_run_resumes_to_the_same_lines_and_weights(finished, tmp_
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_run_from_before_a_setting_existed_resumes_at_its_default(finished, tmp_path, capsys):
-    import shutil
-
-    out = shutil.copytree(finished, tmp_path / "older")
-    settings = json.loads((out / "config.json").read_text())
-    del settings["max_lag"], settings["trainer"]["lag_correction"]
-    (out / "config.json").write_text(json.dumps(settings))
-    words = [*SMALL, "--out", str(out), "--resume", "auto"]
-    assert main([*words, "--max-lag", "1"]) == 1
-    assert "--max-lag is 1 and the run to resume has None" in capsys.readouterr().err
-    assert main(words) == 0
-
-
 FILTERED = ["--filter-groups.enable", "--filter-groups.max-num-gen-batches", "3"]
 
 

@@ -1,0 +1,19 @@
+"""Behaviour of resuming with other settings, and with settings that are younger than the run."""
+
+import json
+
+from recipes.grpo_gsm8k import main
+from tests.test_recipe import SMALL
+
+
+def test_a_run_from_before_a_setting_existed_resumes_at_its_default(tmp_path, capsys):
+    out = tmp_path / "older"
+    assert main([*SMALL, "--steps", "2", "--evaluation.problems", "0", "--out", str(out)]) == 0
+    settings = json.loads((out / "config.json").read_text())
+    del settings["max_lag"], settings["lora"], settings["trainer"]["lag_correction"]
+    (out / "config.json").write_text(json.dumps(settings))
+    rest = ["--evaluation.problems", "0", "--out", str(out), "--resume", "auto"]
+    words = [*SMALL, *rest]
+    assert main([*words, "--max-lag", "1"]) == 1
+    assert "--max-lag is 1 and the run to resume has None" in capsys.readouterr().err
+    assert main(words) == 0
