@@ -25,10 +25,11 @@ class Answers:
 
     def add(self, one: Mapping[str, Any]) -> None:
         """Counts a completion in; the first of equals stays, and one not judged gives way."""
-        self.rewards.append(_reward(one))
-        if _above(one, self.best):
+        reward, best, worst = _reward(one), _reward(self.best), _reward(self.worst)
+        self.rewards.append(reward)
+        if reward is not None and (best is None or reward > best):
             self.best = one
-        if _above(self.worst, one) or (_reward(self.worst) is None and _reward(one) is not None):
+        if reward is not None and (worst is None or reward < worst):
             self.worst = one
 
 
@@ -52,11 +53,6 @@ def moments(runs: Sequence[Run]) -> list[Moment]:
 def _reward(one: Mapping[str, Any]) -> float | None:
     found = one.get("reward")
     return found if isinstance(found, int | float) else None
-
-
-def _above(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    left, right = _reward(one), _reward(other)
-    return left is not None and (right is None or left > right)
 
 
 Part = dict[str, Answers]
@@ -96,7 +92,7 @@ def _chosen(parts: Sequence[Part], later: bool) -> dict[str, list[Answers | None
 
     def rank(prompt: str) -> tuple[int, bool, int, int]:
         held = [part[prompt] for part in parts if prompt in part]
-        unequal = any(_above(each.best, each.worst) for each in held)
+        unequal = any(_reward(each.best) != _reward(each.worst) for each in held)
         step = max(-each.step if later else each.step for each in held)
         return -len(held), not unequal, step, min(each.place for each in held)
 
