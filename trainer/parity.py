@@ -132,21 +132,20 @@ def compare(sampler: Sequence[float] | Tensor, trainer: Tensor) -> ParityReport:
 FLOAT = torch.float32
 
 
-def require_equal(samples: Sequence[TrainSample], scored: Sequence[Tensor], version: int) -> None:
-    """Compare every token that `version` drew with the trainer's values under that version.
-
-    Raises:
-        ParityError: a token differs or is NaN.
-    """
+def compare_fresh(
+    samples: Sequence[TrainSample], scored: Sequence[Tensor], version: int
+) -> tuple[ParityReport, FirstDifference | None]:
+    """Compare every token that `version` drew with the trainer's values under that version."""
     values = [value for one in samples for value in one.drawn(one.behaviour_logprobs)]
     versions = [drawn_by for one in samples for drawn_by in one.drawn(one.policy_versions)]
     own = [own_C[list(one.places)] for one, own_C in zip(samples, scored, strict=True)]
     sampler_N, trainer_N = torch.tensor(values, dtype=FLOAT), torch.cat(own)
     fresh_F = (torch.tensor(versions) == version).nonzero().squeeze(1)
     report = compare(sampler_N[fresh_F], trainer_N[fresh_F])
-    if report.first is not None:
-        place = int(fresh_F[report.first])
-        raise ParityError(report, locate(samples, place, sampler_N, trainer_N))
+    if report.first is None:
+        return report, None
+    place = int(fresh_F[report.first])
+    return report, locate(samples, place, sampler_N, trainer_N)
 
 
 def locate(

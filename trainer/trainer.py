@@ -23,7 +23,7 @@ from trainer.metrics import TokenLog
 from trainer.objective import counts, gather, objective
 from trainer.optimizer import AdamW, gradient_norm, learning_rate
 from trainer.packing import MicroBatch, idle, pack, split_samples, spread
-from trainer.parity import ParityError, require_equal
+from trainer.parity import FirstDifference, ParityError, ParityReport, compare_fresh
 from trainer.publish import publish
 from trainer.ranks import Ranks
 from trainer.sample import TrainSample, TrainStats
@@ -118,8 +118,7 @@ class Trainer:
             ParityError: in bitwise mode, a fresh token differs or is NaN.
         """
         scored = self.logprobs(samples)
-        if self.config.mode == "bitwise":
-            require_equal(samples, scored, self.version)
+        self._require_equal(*compare_fresh(samples, scored, self.version))
         return [
             replace(
                 sample,
@@ -150,10 +149,18 @@ class Trainer:
         """
         self._check_fit(samples)
         report, first, proved = self._lag.prove(samples, self.version, share, seed)
-        differing = int(self.ranks.sum([float(report.tokens_differing)])[0])
-        if self.config.mode == "bitwise" and differing:
-            raise ParityError(report._replace(tokens_differing=differing), first)
+        self._require_equal(report, first)
         return proved
+
+    def _require_equal(self, report: ParityReport, first: FirstDifference | None) -> None:
+        """In bitwise mode, raise on every rank where a token differs on any."""
+        if self.config.mode != "bitwise":
+            return
+        counts = self.ranks.sum([float(report.tokens_compared), float(report.tokens_differing)])
+        compared, differing = map(int, counts)
+        if differing:
+            report = report._replace(tokens_compared=compared, tokens_differing=differing)
+            raise ParityError(report, first)
 
     def step(self, samples: Sequence[TrainSample]) -> TrainStats:
         """Compare bits, then take one optimiser step.
