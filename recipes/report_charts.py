@@ -303,7 +303,7 @@ def _draw_accuracy(axes, kind: str, run: Run, style: Style, aside: float, label)
 def _lag_chart(groups: Sequence[Group]) -> Chart | None:
     found = [lag_tokens(group) for group in groups]
     behind = sorted({lag for totals in found for lag in totals})
-    if not any(sum(totals.values()) for totals in found):
+    if not any(tokens for totals in found for lag, tokens in totals.items() if lag):
         return None
 
     def draw(axes: Any) -> str:

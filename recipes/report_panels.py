@@ -65,7 +65,7 @@ PANELS = (
         "parity/tokens_differing",
         "Tokens whose log-probability differs in any bit",
         TOKENS,
-        "Share of the tokens compared, as float32 bits.",
+        "Share of the fresh tokens compared, as float32 bits.",
         _share_differing("parity/tokens_differing", "parity/tokens_compared"),
         always=True,
         percent=True,
@@ -121,6 +121,14 @@ PANELS = (
         "Share of the stale tokens compared.",
         _share_differing("parity/lag_rescored_differing", "parity/lag_rescored_compared"),
         percent=True,
+    ),
+    *(
+        Panel(LAG, name, f"async/{name}", title, unit)
+        for name, title, unit in (
+            ("groups_waiting", "Groups finished ahead", "groups at the step's end"),
+            ("groups_in_flight", "Groups being drawn ahead", "groups at the step's end"),
+            ("completions_across_updates", "Completions across updates", "completions a step"),
+        )
     ),
     Panel(LAG, "refreshed", "async/groups_refreshed", "Groups drawn anew", "groups a step"),
     Panel(LAG, "dropped", "async/groups_dropped", "Groups dropped as too old", "groups a step"),
@@ -244,10 +252,16 @@ def _names_a_function(key: str) -> bool:
 
 
 def lag_tokens(group: Group) -> dict[int, float]:
-    """Versions behind -> tokens, over all steps of the group's runs."""
+    """Versions behind -> tokens, over all steps of the group's runs.
+
+    A step without stale tokens logs no counts: all that it compared was fresh.
+    """
     totals: dict[int, float] = {}
     for run in group.runs:
         for row in run.steps:
+            if of("lag/versions_max")(row) == 0:
+                totals[0] = totals.get(0, 0) + (of("parity/tokens_compared")(row) or 0)
+                continue
             for key in row:
                 behind = key.removeprefix(LAG_TOKENS)
                 if key.startswith(LAG_TOKENS) and behind.isdigit():

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.report_runs import Run, Value, accuracies_of, differing_settings, of
+from recipes.report_panels import lag_tokens
+from recipes.report_runs import Group, Run, Value, accuracies_of, differing_settings, of
 
 COMPARED, DIFFERING = of("parity/tokens_compared"), of("parity/tokens_differing")
 LAG_COMPARED, LAG_DIFFERING = (
@@ -32,7 +33,8 @@ class Verdict:
 
 def verdict(run: Run) -> Verdict:
     """What the run's record proves about its log-probabilities, and what the record lacks."""
-    compared, differing = int(_sum(run, COMPARED)), int(_sum(run, DIFFERING))
+    compared = int(_sum(run, COMPARED) + _sum(run, LAG_COMPARED))
+    differing = int(_sum(run, DIFFERING) + _sum(run, LAG_DIFFERING))
     details = [*_lag_details(run), *_kl_details(run), *_gaps(run)]
     amount = f"{differing:,} of {compared:,} tokens differ"
     if not compared:
@@ -43,7 +45,7 @@ def verdict(run: Run) -> Verdict:
         about = "The sampler ran ordinary kernels, so a difference was to be expected"
         return Verdict("open", headline, [about, *_largest(run), *details])
     name = "Bitwise" if run.mode == "bitwise" else "Mode unknown (no settings kept)"
-    if differing or _sum(run, LAG_DIFFERING):
+    if differing:
         return Verdict("bad", f"{name}, BROKEN: {amount}", [*_largest(run), *details])
     headline = f"{name}: {compared:,} tokens compared, 0 differ"
     return Verdict("good" if run.mode else "open", headline, details)
@@ -60,9 +62,12 @@ def _largest(run: Run) -> list[str]:
 
 def _lag_details(run: Run) -> list[str]:
     compared, differing = int(_sum(run, LAG_COMPARED)), int(_sum(run, LAG_DIFFERING))
-    return [f"Stale tokens proved again: {compared:,} compared, {differing:,} differ"] * bool(
-        compared
-    )
+    stale = int(sum(n for lag, n in lag_tokens(Group(run.name, (run,))).items() if lag))
+    if not compared and not stale:
+        return []
+    said = f"Of these, stale tokens proved again: {compared:,} compared, {differing:,} differ"
+    left = stale - compared
+    return [said, f"{left:,} stale tokens were not proved again"] if left > 0 else [said]
 
 
 def _kl_details(run: Run) -> list[str]:
@@ -189,8 +194,8 @@ def _percent(share: float) -> str:
 
 NUMBERS: dict[str, Callable[[Run], str]] = {
     "reward, first → last step": _ends_of_reward,
-    "tokens compared": _counted(COMPARED),
-    "tokens differing": _counted(DIFFERING),
+    "fresh tokens compared": _counted(COMPARED),
+    "fresh tokens differing": _counted(DIFFERING),
     "stale tokens proved again": _counted(LAG_COMPARED),
     "stale tokens differing": _counted(LAG_DIFFERING),
     "largest KL(sampler || trainer)": _largest_of("kl/sampler_trainer"),

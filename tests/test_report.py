@@ -15,6 +15,7 @@ from recipes.report_page import MOST_CHARACTERS, text
 from recipes.report_panels import PANELS, lag_tokens, split_panels
 from recipes.report_runs import Group, group_runs, load_runs
 from recipes.report_samples import moments
+from recipes.report_words import verdict
 from recipes.runlog import RunLog
 
 SMALL = [
@@ -132,7 +133,7 @@ def test_numbers_are_those_of_the_files(real, all_three):
     scores = {name: lines(folder / "evaluations.jsonl") for name, folder in real.items()}
     for name, key in (("compared", "parity/tokens_compared"), ("differing", DIFFERING)):
         sums = [f"{sum(row[key] for row in each):,}" for each in rows.values()]
-        assert cells(page, f"tokens {name}") == sums
+        assert cells(page, f"fresh tokens {name}") == sums
     assert cells(page, "--mode") == ["bitwise", "bitwise", "none"]
     assert cells(page, "--seed") == ["0", "1", "0"]
     kl = [max(row["kl/sampler_trainer"] for row in each) for each in rows.values()]
@@ -285,9 +286,18 @@ def test_lag_is_drawn_where_a_run_has_it(tmp_path):
     assert drawn | {"rescored", "effective_sample_size", "clip_low"} <= charted
     assert "dropped" not in charted and "Groups dropped as too old: 0 " in page
     assert "async, 900 tokens: 44.4% 0 behind, 55.6% 1 behind." in page
-    assert "Stale tokens proved again: 500 compared, 0 differ" in page
+    assert "Of these, stale tokens proved again: 500 compared, 0 differ" in page
     (run,) = load_runs([str(tmp_path / "async")])
     assert lag_tokens(Group("async", (run,))) == {0: 400, 1: 500}
+
+
+def test_steps_without_stale_tokens_count_as_fresh(tmp_path):
+    behind = {"lag__versions_max": lambda step: step - 1}
+    behind |= {f"lag__tokens__{n}": lambda step, n=n: 10 * n * (step > 1) for n in (0, 1)}
+    write_run(tmp_path / "async", steps=2, **behind)
+    (run,) = load_runs([str(tmp_path / "async")])
+    assert lag_tokens(Group("async", (run,))) == {0: 5321, 1: 10}
+    assert "10 stale tokens were not proved again" in verdict(run).details
 
 
 def test_runs_without_lag_have_no_such_panels(tmp_path):

@@ -30,7 +30,7 @@ def test_damaged_lines_are_said_and_the_rest_is_used(tmp_path):
     assert "metrics.jsonl: the last line is cut short and was left out" in page
     assert "1 earlier step not on record" in page
     assert "step 4 of 9; not ended: still under way, or stopped" in page
-    assert cells(page, "tokens compared") == [f"{3 * 5321:,}"]
+    assert cells(page, "fresh tokens compared") == [f"{3 * 5321:,}"]
 
 
 def test_a_run_before_its_first_step_claims_nothing(tmp_path):
@@ -77,8 +77,9 @@ def test_a_stale_difference_is_no_success(tmp_path):
         "parity__lag_rescored_compared": lambda step: 7,
         "parity__lag_rescored_differing": lambda step: int(step == 2),
     }
-    tone, _, details = said(tmp_path, BITWISE, **stale)
-    assert tone == "bad" and "Stale tokens proved again: 28 compared, 1 differ" in details
+    tone, headline, details = said(tmp_path, BITWISE, **stale)
+    assert tone == "bad" and headline == "Bitwise, BROKEN: 1 of 21,312 tokens differ"
+    assert "Of these, stale tokens proved again: 28 compared, 1 differ" in details
 
 
 def test_zeros_that_prove_nothing_are_not_praised(tmp_path):
