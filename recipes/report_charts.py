@@ -268,7 +268,9 @@ def _accuracy_chart(kind: str, groups: Sequence[Group]) -> Chart:
         return " ".join(filter(None, words))
 
     note = "Bars: 95% intervals"
-    note += f", n = {', '.join(f'{size:,}' for size in sorted(sizes))} answers." if sizes else "."
+    note += (
+        f", n = {' and '.join(f'{size:,}' for size in sorted(sizes))} answers." if sizes else "."
+    )
     note += " Runs are moved aside a little where there are several." if len(runs) > 1 else ""
     title = f"Held-out accuracy, {kind.replace('_', ', ')}"
     name = "accuracy_" + re.sub(r"\W", "_", kind)

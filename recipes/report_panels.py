@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.report_runs import Group, Row, Run, Value, of
+from recipes.report_runs import Group, Row, Run, Value, fresh_kl, of
 
 LAG_TOKENS = "lag/tokens/"
 
@@ -77,6 +77,7 @@ PANELS = (
         "KL(sampler || trainer)",
         KL,
         "Of fresh tokens: both sides with the same weights.",
+        fresh_kl,
         always=True,
     ),
     Panel(

@@ -94,6 +94,11 @@ def accuracies_of(row: Row) -> dict[str, tuple[float, float, float]]:
     return {kind: three for kind, three in found if all(isinstance(x, int | float) for x in three)}
 
 
+def fresh_kl(row: Row) -> float | None:
+    """KL(sampler || trainer) of a step; None where it had no fresh token, which logs as 0."""
+    return of("kl/sampler_trainer")(row) if row.get("parity/tokens_compared") else None
+
+
 def load_runs(folders: Sequence[str]) -> list[Run]:
     """All runs, with names that tell them apart.
 

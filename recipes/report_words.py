@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.report_panels import lag_tokens
-from recipes.report_runs import Group, Run, Value, accuracies_of, differing_settings, of
+from recipes.report_runs import Group, Run, Value, accuracies_of, differing_settings, fresh_kl, of
 
 COMPARED, DIFFERING = of("parity/tokens_compared"), of("parity/tokens_differing")
 LAG_COMPARED, LAG_DIFFERING = (
     of("parity/lag_rescored_compared"),
     of("parity/lag_rescored_differing"),
 )
-KL, ULP = of("kl/sampler_trainer"), of("parity/max_ulp")
+ULP = of("parity/max_ulp")
 NOTHING = "–"
 CORRECTED = {
     "none": "not corrected",
@@ -71,7 +71,7 @@ def _lag_details(run: Run) -> list[str]:
 
 
 def _kl_details(run: Run) -> list[str]:
-    numbers = run.values(KL)
+    numbers = run.values(fresh_kl)
     return [f"Largest KL(sampler || trainer): {_number(largest(numbers))}"] if numbers else []
 
 
@@ -85,7 +85,9 @@ def _gaps(run: Run) -> list[str]:
     silent = sum(COMPARED(row) is None or DIFFERING(row) is None for row in run.steps)
     if silent:
         said.append(f"{silent} step{'s' * (silent > 1)} without a parity record")
-    lost = sum("kl/sampler_trainer" in row and KL(row) is None for row in run.steps)
+    lost = sum(
+        "kl/sampler_trainer" in row and row["kl/sampler_trainer"] is None for row in run.steps
+    )
     if lost:
         said.append(f"KL is no number at {lost} step{'s' * (lost > 1)}")
     return said
@@ -157,8 +159,8 @@ def _counted(value: Value) -> Callable[[Run], str]:
     return lambda run: f"{int(_sum(run, value)):,}" if run.values(value) else NOTHING
 
 
-def _largest_of(name: str) -> Callable[[Run], str]:
-    return lambda run: _number(largest(run.values(of(name))))
+def _largest_of(value: Value) -> Callable[[Run], str]:
+    return lambda run: _number(largest(run.values(value)))
 
 
 def _oldest(run: Run) -> str:
@@ -198,9 +200,9 @@ NUMBERS: dict[str, Callable[[Run], str]] = {
     "fresh tokens differing": _counted(DIFFERING),
     "stale tokens proved again": _counted(LAG_COMPARED),
     "stale tokens differing": _counted(LAG_DIFFERING),
-    "largest KL(sampler || trainer)": _largest_of("kl/sampler_trainer"),
-    "largest KL from mismatch": _largest_of("kl/mismatch"),
-    "largest KL from lag": _largest_of("kl/lag"),
+    "largest KL(sampler || trainer)": _largest_of(fresh_kl),
+    "largest KL from mismatch": _largest_of(of("kl/mismatch")),
+    "largest KL from lag": _largest_of(of("kl/lag")),
     "oldest token, versions behind": _oldest,
     "rollout, tokens/s (median)": _median_of("tokens_per_second/rollout"),
     "trainer, tokens/s (median)": _median_of("tokens_per_second/train"),

@@ -86,6 +86,7 @@ def test_zeros_that_prove_nothing_are_not_praised(tmp_path):
     nothing = {"parity__tokens_compared": lambda step: 0}
     assert said(tmp_path / "a", BITWISE, **nothing)[0] == "open"
     assert said(tmp_path / "b", None)[0] == "open"
+    assert not any("KL" in line for line in said(tmp_path / "e", BITWISE, **nothing)[2])
     lost = {"kl__sampler_trainer": lambda step: float("nan") if step == 2 else 0.0}
     assert "KL is no number at 1 step" in said(tmp_path / "c", BITWISE, **lost)[2]
     assert said(tmp_path / "d", BITWISE)[:2] == (
