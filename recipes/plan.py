@@ -35,7 +35,7 @@ def plan_lines(config: RunConfig, task: Task, folder: Path, out: Path) -> list[s
         f"memory     about {memory_estimate(config, model, task) / 2**30:.2f} GiB for both sides"
         f"{_host_memory(config.device)}",
         f"signal     {_signal(config)}",
-        f"runtime    {config.runtime}, output in {out}",
+        f"runtime    {config.runtime}, trainer ranks: {config.trainer_ranks}, output in {out}",
     ]
 
 
@@ -59,7 +59,7 @@ PROMISES = {
 
 def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     """Bytes of weights (kept versions too), masters, gradients, Adam, KV pages, and one
-    micro-batch's activations."""
+    micro-batch's activations, over all trainer ranks."""
     size, parameters = BYTES[config.dtype or "float32"], model.num_parameters
     adapters = config.lora.num_parameters(model)
     trained = adapters or parameters
@@ -77,7 +77,9 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
     versions = config.trainer.keep_versions
     kept_weights = trained * size * (versions + (versions > 0))
-    return parameters * size + trainer + kv + activations + logits + kept_weights
+    ranks = config.trainer_ranks
+    held = (trainer + kept_weights) * (1 if config.trainer.sharding == "full" else ranks)
+    return parameters * size + held + kv + ranks * (activations + logits)
 
 
 def _adapters(config: RunConfig, model: ModelConfig) -> list[str]:

@@ -4,12 +4,14 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from recipes.in_loop import InLoop
 from recipes.precision import remote_trainer, trainer_actor
 from recipes.settings import RunConfig, SettingError
+from recipes.trainer_group import TrainerGroup, start_group
 from rollout.actor import AsyncRolloutActor, RolloutActor
 from shared_ops.model.config import ModelConfig
 
@@ -81,16 +83,15 @@ class _RemoteSides(Sides):
     def _reports(self) -> list[Any]:
         import ray
 
-        handles = self.rollout._handle, self.trainer._handle
+        handles = self.rollout._handle, *self.trainer.handles
         return _unwrapped(lambda: ray.get([handle.attest.remote() for handle in handles]))
 
     def sync_weights(self) -> bool:
         """The tensors go from actor to actor through the object store, not through the driver."""
         import ray
 
-        handles = self.trainer._handle, self.rollout._handle
-        manifest_ref, tensors_ref = handles[0].publish.options(num_returns=2).remote()
-        loaded = handles[1].load_weights.remote(manifest_ref, tensors_ref)
+        manifest_ref, tensors_ref = self.trainer.publish_refs()
+        loaded = self.rollout._handle.load_weights.remote(manifest_ref, tensors_ref)
         manifest = _unwrapped(lambda: ray.get([manifest_ref, loaded]))[0]
         return self.rollout.weights_digest() == manifest.digest
 
@@ -190,15 +191,21 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
     from rollout.actor import remote_class as rollout_class
 
     gpus = _gpus_per_side(config)
-    _require_resources({"CPU": 2 * CPUS_PER_SIDE, "GPU": 2 * gpus})
+    actors = 1 + config.trainer_ranks
+    _require_resources({"CPU": actors * CPUS_PER_SIDE, "GPU": actors * gpus})
     threads = _threads(config, model_folder)
     options: dict[str, Any] = {"num_cpus": CPUS_PER_SIDE, "num_gpus": gpus}
     kind = RolloutActor if config.max_lag is None else AsyncRolloutActor
     rollout = rollout_class(kind, **options).remote(str(model_folder), config.rollout, threads)
-    trainer = remote_trainer(config, str(model_folder), threads, **options)
-    sides = _RemoteSides(_Remote(rollout), _Remote(trainer))
+    make = partial(remote_trainer, config, str(model_folder), threads)
+    if config.trainer_ranks > 1:
+        trainer = start_group(make, config.trainer_ranks, options)
+    else:
+        trainer = TrainerGroup([make(**options)])
+    sides = _RemoteSides(_Remote(rollout), trainer)
     try:
-        _unwrapped(lambda: ray.get([rollout.version.remote(), trainer.version.remote()]))
+        _unwrapped(lambda: ray.get([rollout.version.remote()]))
+        trainer.version()
     except RayActorError as error:
         cause = getattr(error, "cause", None) or error
         raise RuntimeSetupError(f"an actor did not start: {str(cause).splitlines()[-1]}") from error
@@ -206,11 +213,13 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
 
 
 def _gpus_per_side(config: RunConfig) -> float:
-    """One GPU is shared by both sides; with two or more each has its own."""
+    """One GPU is shared by both sides; with two or more, and for ranks, each has its own."""
     import ray
 
     if not config.device.startswith("cuda"):
         return 0.0
+    if config.trainer_ranks > 1:
+        return 1.0
     return 1.0 if ray.cluster_resources().get("GPU", 0) >= 2 else 0.5
 
 

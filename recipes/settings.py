@@ -96,6 +96,8 @@ class RunConfig:
     keep_checkpoints: older ones are removed.
     threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
         cores.
+    trainer_ranks: trainer actors, which share each batch and take one step (docs/trainer.md); with
+        runtime "ray" only.
     reward_functions: dotted import paths of functions as recipes/rewards.py describes them.
     reward_weights: of their rewards in the sum, one each.
     expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
@@ -135,6 +137,7 @@ class RunConfig:
     save_every: int = 5
     keep_checkpoints: int = 2
     threads: int | None = None
+    trainer_ranks: int = 1
     reward_functions: tuple[str, ...] = ("recipes.gsm8k.correctness_reward",)
     reward_weights: tuple[float, ...] = (1.0,)
     expected_accuracy: float | None = None
@@ -148,10 +151,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         least = {"steps": 1, "prompts_per_step": 1, "group_size": 2, "max_tokens": 1}
         least |= {"updates_per_batch": 1, "save_every": 1, "keep_checkpoints": 1}
+        least["trainer_ranks"] = 1
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise SettingError(f"--{_flag(name)} is {getattr(self, name)}: use {bound} or more")
         _check_lag(self)
+        _check_ranks(self)
         if self.threads is not None and self.threads < 1:
             raise SettingError(f"--threads is {self.threads}: use 1 or more, or leave it out")
         if self.evaluation.problems < 0 or self.evaluation.every < 0:
@@ -192,6 +197,18 @@ def _check_lag(config: RunConfig) -> None:
         raise SettingError(
             "--rollout.in-flight abort: with --max-lag nobody resumes what was cut, so use "
             "recompute"
+        )
+
+
+def _check_ranks(config: RunConfig) -> None:
+    ranks = config.trainer_ranks
+    if ranks > 1 and config.runtime == "inline":
+        raise SettingError(f"--trainer-ranks is {ranks}: use --runtime ray, or 1")
+    update = config.prompts_per_step * config.group_size // config.updates_per_batch
+    if ranks > update:
+        raise SettingError(
+            f"--trainer-ranks is {ranks} and one update has {update} completions: use at most one "
+            "rank for each"
         )
 
 

@@ -38,6 +38,29 @@ def test_actors_draw_while_the_trainer_steps_and_every_stale_token_is_proved(tmp
     assert sum(row["parity/lag_rescored_compared"] for row in rows) > 0
 
 
+def test_sharded_trainer_ranks_give_the_lines_and_weights_of_whole_ones(tmp_path):
+    words = [*SMALL, "--steps", "2", "--evaluation.problems", "0", "--runtime", "ray"]
+    words += ["--trainer-ranks", "2", "--updates-per-batch", "2"]
+    for kind in ("none", "full"):
+        assert main([*words, "--trainer.sharding", kind, "--out", str(tmp_path / kind)]) == 0
+    whole, sharded = tmp_path / "none", tmp_path / "full"
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        assert without_timings(whole / name) == without_timings(sharded / name)
+    for row in lines(sharded / "metrics.jsonl"):
+        assert row["parity/tokens_compared"] > 0 and row["parity/tokens_differing"] == 0
+    weights = [run / "checkpoints/step-000002/training.safetensors" for run in (whole, sharded)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_ordinary_ops_on_one_side_are_seen_by_sharded_ranks_which_name_the_op(tmp_path, capsys):
+    words = [*SMALL, "--rollout.no-exact", "--runtime", "ray", "--evaluation.problems", "0"]
+    words += ["--trainer-ranks", "2", "--trainer.sharding", "full", "--updates-per-batch", "2"]
+    assert main([*words, "--out", str(tmp_path / "broken")]) == 1
+    error = capsys.readouterr().err
+    assert "tokens differ between sampler and trainer" in error
+    assert "op to look at: layer 0" in error
+
+
 def test_missing_resources_fail_in_seconds_and_name_need_and_have(monkeypatch):
     import ray
 

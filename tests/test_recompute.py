@@ -100,3 +100,5 @@ def test_the_plan_counts_less_memory(capsys):
         return float(capsys.readouterr().out.partition("memory     about ")[2].split()[0])
 
     assert planned("--trainer.recompute") < planned() - 0.5
+    ranks = ("--trainer-ranks", "8")
+    assert planned(*ranks, "--trainer.sharding", "full") < planned(*ranks) - 0.05

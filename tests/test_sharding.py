@@ -16,7 +16,8 @@ import torch
 from rank_groups import own_place, run_group
 from train_samples import drawn, nudged, unscored
 
-from trainer import ParityError, Trainer, TrainerConfig
+from recipes.settings import RunConfig, SettingError
+from trainer import LoraConfig, ParityError, Trainer, TrainerConfig
 from trainer.config import TrainerConfigError
 from trainer.packing import pack, split_samples
 
@@ -203,6 +204,12 @@ def test_one_process_holds_all(tmp_path):
 def test_what_cannot_be_sharded_is_named():
     with pytest.raises(TrainerConfigError, match="keep_versions is 2; set keep_versions to 0"):
         TrainerConfig(sharding="full", keep_versions=2)
+    with pytest.raises(TrainerConfigError, match=r"lora.rank is 4; set lora.rank to 0"):
+        TrainerConfig(sharding="full", lora=LoraConfig(rank=4))
+    with pytest.raises(SettingError, match="--trainer-ranks is 2: use --runtime ray, or 1"):
+        RunConfig(trainer_ranks=2, runtime="inline")
+    with pytest.raises(SettingError, match="--trainer-ranks is 3 and one update has 2"):
+        RunConfig(trainer_ranks=3, prompts_per_step=1, group_size=2)
 
 
 if __name__ == "__main__":
