@@ -54,7 +54,9 @@ class Job:
     def __enter__(self) -> "Job":
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, *_: object) -> None:
+        if error is not None:
+            self.log.stopped(f"{type(error).__name__}: {error}")
         self.log.close(exit_code=0 if kind is None else 1)
 
     def begin(self) -> int:
@@ -268,6 +270,8 @@ def _over_updates(stats: Sequence[TrainStats]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for name in {name: None for each in stats for name in each.metrics}:
         values = [each.metrics[name] for each in stats if name in each.metrics]
+        # An update that compared nothing has no difference to report.
+        values = [value for value in values if value == value] or values
         if name == "num_tokens":
             merged[name] = values[-1]
         elif name.endswith(("compared", "differing")) or name.startswith("lag/tokens/"):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from recipes.report_runs import Group, Row, Run, Value, fresh_kl, of
+from recipes.report_runs import Group, Row, Run, Value, compared_kl, of
 
 LAG_TOKENS = "lag/tokens/"
 
@@ -77,7 +77,7 @@ PANELS = (
         "KL(sampler || trainer)",
         KL,
         "Of fresh tokens: both sides with the same weights.",
-        fresh_kl,
+        compared_kl,
         always=True,
     ),
     Panel(

@@ -34,7 +34,13 @@ class Run:
     steps: Sequence[Row]
     evaluations: Sequence[Row]
     summary: Mapping[str, Any] | None
+    stopped: Mapping[str, Any] | None
     damage: Sequence[str]
+
+    @property
+    def stop_reason(self) -> str:
+        """What ended the run before its time, as far as it could say so; otherwise empty."""
+        return str((self.stopped or {}).get("reason", ""))
 
     @property
     def mode(self) -> str | None:
@@ -94,9 +100,10 @@ def accuracies_of(row: Row) -> dict[str, tuple[float, float, float]]:
     return {kind: three for kind, three in found if all(isinstance(x, int | float) for x in three)}
 
 
-def fresh_kl(row: Row) -> float | None:
-    """KL(sampler || trainer) of a step; None where it had no fresh token, which logs as 0."""
-    return of("kl/sampler_trainer")(row) if row.get("parity/tokens_compared") else None
+def compared_kl(row: Row) -> float | None:
+    """KL(sampler || trainer) of a step; None where nothing was compared."""
+    counted = (row.get("parity/tokens_compared"), row.get("parity/lag_rescored_compared"))
+    return of("kl/sampler_trainer")(row) if any(counted) else None
 
 
 def load_runs(folders: Sequence[str]) -> list[Run]:
@@ -143,6 +150,7 @@ def _load(path: Path, shown: Path, name: str) -> Run:
             steps=_by_step(path / METRICS, damage),
             evaluations=_by_step(path / EVALUATIONS, damage),
             summary=_json(path / "summary.json", damage),
+            stopped=_json(path / "stopped.json", damage),
             damage=damage,
         )
     except OSError as error:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from recipes.report_panels import lag_tokens
-from recipes.report_runs import Group, Run, Value, accuracies_of, differing_settings, fresh_kl, of
+from recipes.report_runs import (
+    Group,
+    Run,
+    Value,
+    accuracies_of,
+    compared_kl,
+    differing_settings,
+    of,
+)
 
 COMPARED, DIFFERING = of("parity/tokens_compared"), of("parity/tokens_differing")
 LAG_COMPARED, LAG_DIFFERING = (
@@ -15,6 +23,8 @@ LAG_COMPARED, LAG_DIFFERING = (
 )
 ULP = of("parity/max_ulp")
 NOTHING = "–"
+MOST_REASON = 160
+DISPROVED = ("ParityError", "ProofError")
 CORRECTED = {
     "none": "not corrected",
     "tis": "corrected by truncated importance weights",
@@ -37,6 +47,10 @@ def verdict(run: Run) -> Verdict:
     differing = int(_sum(run, DIFFERING) + _sum(run, LAG_DIFFERING))
     details = [*_lag_details(run), *_kl_details(run), *_gaps(run)]
     amount = f"{differing:,} of {compared:,} tokens differ"
+    if run.stop_reason.startswith(DISPROVED):
+        headline = f"STOPPED at step {run.last_step + 1}: the next batch could not be proved"
+        before = f"Before that, {amount}"
+        return Verdict("bad", headline, [run.stop_reason, before, *_largest(run), *details])
     if not compared:
         return Verdict("open", "Nothing was compared yet: nothing is proved", details)
     if run.mode in CORRECTED:
@@ -71,7 +85,7 @@ def _lag_details(run: Run) -> list[str]:
 
 
 def _kl_details(run: Run) -> list[str]:
-    numbers = run.values(fresh_kl)
+    numbers = run.values(compared_kl)
     return [f"Largest KL(sampler || trainer): {_number(largest(numbers))}"] if numbers else []
 
 
@@ -104,6 +118,8 @@ def state(run: Run) -> str:
     if run.ended:
         return f"ended after step {done}"
     far = f"step {done} of {total}" if total else f"step {done}"
+    if run.stop_reason:
+        return f"{far}; stopped by {run.stop_reason[:MOST_REASON]}"
     return f"{far}; not ended: still under way, or stopped"
 
 
@@ -200,7 +216,7 @@ NUMBERS: dict[str, Callable[[Run], str]] = {
     "fresh tokens differing": _counted(DIFFERING),
     "stale tokens proved again": _counted(LAG_COMPARED),
     "stale tokens differing": _counted(LAG_DIFFERING),
-    "largest KL(sampler || trainer)": _largest_of(fresh_kl),
+    "largest KL(sampler || trainer)": _largest_of(compared_kl),
     "largest KL from mismatch": _largest_of(of("kl/mismatch")),
     "largest KL from lag": _largest_of(of("kl/lag")),
     "oldest token, versions behind": _oldest,

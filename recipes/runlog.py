@@ -5,12 +5,13 @@ In the run's folder:
 * metrics.jsonl: one line a step, parity first; complete on disk before `step` returns.
 * completions.jsonl: every completion of every step.
 * evaluations.jsonl: one line an evaluation, `eval/*`; step 0 is before the first update.
-* curves.png, summary.json: at the end.
+* curves.png, summary.json: at the end. stopped.json instead, where an error ended the run.
 """
 
 import atexit
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ PARITY = (
 )
 AT_THE_HEAD = ("parity/", "lag/", "kl/")
 ENDS = 5
+STOPPED = "stopped.json"
 
 
 class RunLog:
@@ -142,6 +144,12 @@ class RunLog:
         self._end(rows, written)
         return written
 
+    def stopped(self, reason: str) -> None:
+        """Records what ended the run before its time, for its report."""
+        record = {"step": self._last_step, "reason": reason}
+        with suppress(OutputError):
+            write_text(self.folder / STOPPED, json_line(record))
+
     def close(self, exit_code: int = 1) -> None:
         """Ends bar and W&B run of a run that stops early; after `finish` it does nothing."""
         atexit.unregister(self.close)
@@ -164,6 +172,7 @@ class RunLog:
             )
         for path in (self.metrics_path, self.completions_path, self.evaluations_path):
             keep_steps(path, resume_step or 0)
+        (self.folder / STOPPED).unlink(missing_ok=True)
 
     def _record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         missing = [name for name in PARITY if name not in metrics]

@@ -82,6 +82,19 @@ def test_a_stale_difference_is_no_success(tmp_path):
     assert "Of these, stale tokens proved again: 28 compared, 1 differ" in details
 
 
+def test_a_run_that_parity_stopped_says_so_at_the_top(tmp_path):
+    folder = write_run(tmp_path / "run", steps=2, config=BITWISE)
+    with RunLog(folder, 4, resume_step=2) as log:
+        log.stopped("ParityError: 3 of 5 tokens differ between sampler and trainer")
+    (run,) = load_runs([str(folder)])
+    found = verdict(run)
+    assert (found.tone, found.headline.split(":")[0]) == ("bad", "STOPPED at step 3")
+    assert found.details[0].startswith("ParityError: 3 of 5 tokens differ")
+    assert state(run).startswith("step 2 of 4; stopped by ParityError")
+    with RunLog(folder, 4, resume_step=2):
+        assert not (folder / "stopped.json").exists()
+
+
 def test_zeros_that_prove_nothing_are_not_praised(tmp_path):
     nothing = {"parity__tokens_compared": lambda step: 0}
     assert said(tmp_path / "a", BITWISE, **nothing)[0] == "open"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -126,6 +127,16 @@ def test_a_share_is_random_repeatable_and_never_empty(folder):
     proved = trainer.with_lag_proof(samples, share=0.3)
     known = sum(value is not None for s in proved for value in s.old_logprobs)
     assert 0 < known < stale_tokens(trainer, samples)
+
+
+def test_a_difference_of_nothing_compared_is_no_zero(folder):
+    trainer = trainer_of(folder, mode="none")
+    samples = drawn(trainer, unscored(4))
+    trainer.step(samples)
+    metrics = trainer.step(samples).metrics
+    assert metrics["parity/tokens_compared"] == metrics["parity/lag_rescored_compared"] == 0
+    for name in ("kl/sampler_trainer", "kl/mismatch", "sampling/sampling_logp_difference/mean"):
+        assert math.isnan(metrics[name])
 
 
 def test_versions_beyond_the_kept_ones_are_refused_by_name(folder):

@@ -77,11 +77,15 @@ def in_sample_order(
 
 class Parity(NamedTuple):
     """Bit comparison over every rank: fresh tokens against the trainer's values now, and stale
-    tokens that kept old_logprobs against those."""
+    tokens that kept old_logprobs against those.
+
+    kl: mean k3 over both; NaN where nothing was compared, which proves nothing.
+    """
 
     fresh: ParityReport
     rescored_compared: int
     rescored_differing: int
+    kl: float
 
     @property
     def total(self) -> ParityReport:
@@ -102,14 +106,16 @@ def check_parity(log: TokenLog, ranks: Ranks) -> Parity:
     """Compare the bits of every token whose own version's value the trainer has."""
     fresh_N, rescored_N, own_N = _proved(log)
     differs_N = differing(log.behaviour, own_N)
-    ulp_N = torch.where(fresh_N | rescored_N, ulp_distance(log.behaviour, own_N), 0)
-    kl_N = torch.where(fresh_N, k3(log.behaviour, log.logprob), 0.0)
+    proved_N = fresh_N | rescored_N
+    ulp_N = torch.where(proved_N, ulp_distance(log.behaviour, own_N), 0)
+    kl_N = torch.where(proved_N, k3(log.behaviour, own_N), 0.0)
     masks = (fresh_N, fresh_N & differs_N, rescored_N, rescored_N & differs_N)
     *counts, kl = ranks.sum([float(mask.sum()) for mask in masks] + [fixed_sum(kl_N)])
     compared, unequal, rescored, rescored_unequal = (int(count) for count in counts)
     (max_ulp,) = ranks.max([float(ulp_N.max())])
-    report = ParityReport(compared, unequal, int(max_ulp), kl / max(compared, 1), None)
-    return Parity(report, rescored, rescored_unequal)
+    mean = kl / (compared + rescored) if compared + rescored else math.nan
+    report = ParityReport(compared, unequal, int(max_ulp), mean, None)
+    return Parity(report, rescored, rescored_unequal, mean)
 
 
 def first_difference(log: TokenLog, samples: Sequence[TrainSample]) -> FirstDifference | None:
@@ -124,9 +130,9 @@ def first_difference(log: TokenLog, samples: Sequence[TrainSample]) -> FirstDiff
 def summarise(log: TokenLog, parity: Parity, ranks: Ranks) -> dict[str, float]:
     """Means and extremes over every rank, by public name (the glossary is in docs).
 
-    Means are over the tokens in the loss, except: parity, `sampling/sampling_logp_difference` and
-    `training/rollout_probs_diff` over fresh tokens, `lag` over all, `kl/lag` over stale ones,
-    `kl/mismatch` over those whose own version's value is known.
+    Means are over the tokens in the loss, except: `kl/sampler_trainer`, `kl/mismatch` (the same),
+    `sampling/sampling_logp_difference` and `training/rollout_probs_diff` over the tokens compared,
+    `lag` over all, `kl/lag` over stale ones.
     """
     sums = _sums(log)
     total = dict(zip(sums, ranks.sum(list(sums.values())), strict=True))
@@ -136,11 +142,12 @@ def summarise(log: TokenLog, parity: Parity, ranks: Ranks) -> dict[str, float]:
         "parity/tokens_compared": parity.fresh.tokens_compared,
         "parity/tokens_differing": parity.fresh.tokens_differing,
         "parity/max_ulp": parity.fresh.max_ulp,
-        "kl/sampler_trainer": parity.fresh.kl,
+        "kl/sampler_trainer": parity.kl,
         "parity/lag_rescored_compared": parity.rescored_compared,
         "parity/lag_rescored_differing": parity.rescored_differing,
         "loss": total["loss"],
-        **_means(total, parity),
+        **_means(total),
+        "kl/mismatch": parity.kl,
         **top,
         **_lag_counts(log, int(top["lag/versions_max"]), ranks),
         "sampling/importance_sampling_ratio/min": -top["sampling/importance_sampling_ratio/min"],
@@ -154,10 +161,11 @@ def _where(mask: Tensor, values: Tensor) -> float:
 def _sums(log: TokenLog) -> dict[str, float]:
     counts, stale = log.counts, log.age > 0
     fresh, rescored, own = _proved(log)
-    drew = torch.where(rescored, own, log.behaviour)
+    proved, drew = fresh | rescored, torch.where(rescored, own, log.behaviour)
     return {
         "counted": float(counts.sum()),
-        "fresh": float(fresh.sum()),
+        "proved": float(proved.sum()),
+        "tokens": float(log.age.numel()),
         "stale": float(stale.sum()),
         "loss": _where(counts, log.loss.double() * log.scale),
         "entropy": _where(counts, log.entropy),
@@ -168,11 +176,10 @@ def _sums(log: TokenLog) -> dict[str, float]:
         "used": _where(counts, log.importance),
         "used_squared": _where(counts, log.importance.double().square()),
         "reference_kl": _where(counts, log.reference_kl),
-        "logp_difference": _where(fresh, (log.logprob - log.behaviour).abs()),
-        "probs_difference": _where(fresh, (log.logprob.exp() - log.behaviour.exp()).abs()),
+        "logp_difference": _where(proved, (own - log.behaviour).abs()),
+        "probs_difference": _where(proved, (own.exp() - log.behaviour.exp()).abs()),
         "age": float(log.age.sum()),
         "lag_kl": _where(stale, k3(drew, log.logprob)),
-        "mismatch_kl": _where(fresh | rescored, k3(log.behaviour, own)),
     }
 
 
@@ -182,9 +189,8 @@ def _lag_counts(log: TokenLog, most: int, ranks: Ranks) -> dict[str, float]:
     return {f"lag/tokens/{age}": n for age, n in enumerate(ranks.sum(counts))} if most else {}
 
 
-def _means(total: dict[str, float], parity: Parity) -> dict[str, float]:
-    counted, fresh = max(total["counted"], 1.0), max(total["fresh"], 1.0)
-    tokens = max(total["fresh"] + total["stale"], 1.0)
+def _means(total: dict[str, float]) -> dict[str, float]:
+    counted, proved = max(total["counted"], 1.0), total["proved"] or math.nan
     squared = total["used_squared"]
     return {
         "entropy": total["entropy"] / counted,
@@ -194,26 +200,26 @@ def _means(total: dict[str, float], parity: Parity) -> dict[str, float]:
         "sampling/importance_sampling_ratio/mean": total["ratio"] / counted,
         "sampling/limited_share": total["limited"] / counted,
         "sampling/effective_sample_size": total["used"] ** 2 / (counted * squared or math.inf),
-        "sampling/sampling_logp_difference/mean": total["logp_difference"] / fresh,
-        "training/rollout_probs_diff_mean": total["probs_difference"] / fresh,
+        "sampling/sampling_logp_difference/mean": total["logp_difference"] / proved,
+        "training/rollout_probs_diff_mean": total["probs_difference"] / proved,
         "kl": total["reference_kl"] / counted,
-        "lag/versions_mean": total["age"] / tokens,
-        "kl/mismatch": total["mismatch_kl"] / max(parity.total.tokens_compared, 1),
+        "lag/versions_mean": total["age"] / max(total["tokens"], 1.0),
         "kl/lag": total["lag_kl"] / max(total["stale"], 1.0),
     }
 
 
 def _extremes(log: TokenLog) -> dict[str, float]:
     """Largest values; the smallest ratio is negated, so that one maximum over ranks serves."""
-    fresh = log.age == 0
-    differences = (log.logprob - log.behaviour).abs()
-    probabilities = (log.logprob.exp() - log.behaviour.exp()).abs()
+    fresh, rescored, own = _proved(log)
+    proved = fresh | rescored
+    differences = (own - log.behaviour).abs()
+    probabilities = (own.exp() - log.behaviour.exp()).abs()
     counted = log.ratio[log.counts]
     return {
         "sampling/importance_sampling_ratio/min": -_min(counted),
         "sampling/importance_sampling_ratio/max": -_min(-counted),
-        "sampling/sampling_logp_difference/max": -_min(-differences[fresh]),
-        "training/rollout_probs_diff_max": -_min(-probabilities[fresh]),
+        "sampling/sampling_logp_difference/max": -_min(-differences[proved]),
+        "training/rollout_probs_diff_max": -_min(-probabilities[proved]),
         "lag/versions_max": float(log.age.max()),
     }
 
