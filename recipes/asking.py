@@ -19,8 +19,8 @@ Groups = list[list[Completion]]
 class Source(Protocol):
     """Gives rounds of `prompts_per_step` groups."""
 
-    def round(self, version: int) -> tuple[list[int], Groups]:
-        """Rows of the problems, and their groups. version: the trainer's, which will use them."""
+    def round(self, oldest: int) -> tuple[list[int], Groups]:
+        """Rows of the problems, and their groups. oldest: version that a token may have."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Asking:
         self._config, self._task, self._rollout = config, task, rollout
         self._position = state.get("position", 0)
 
-    def round(self, version: int) -> tuple[list[int], Groups]:
+    def round(self, oldest: int) -> tuple[list[int], Groups]:
         config = self._config
         rows, prompts = self._task.batch_at(config, self._position)
         batch = self._position // config.prompts_per_step
@@ -105,10 +105,10 @@ class AskingAhead:
         self._batch: _Batch | None = None
         self._refreshed = self._dropped = self._across = 0
 
-    def round(self, version: int) -> tuple[list[int], Groups]:
+    def round(self, oldest: int) -> tuple[list[int], Groups]:
         size, rounds = self._config.prompts_per_step, self._config.max_lag or 0
         self._fill(size * (rounds + 1))
-        taken = self._first_finished(size, version)
+        taken = self._first_finished(size, oldest)
         self._asked = [asked for asked in self._asked if asked not in taken]
         self._fill(size * rounds)
         groups = [asked.completions() for asked in taken]
@@ -152,22 +152,20 @@ class AskingAhead:
         group = self._rollout.submit(batch.prompts[index], batch.params[index])
         return _Asked(place, batch.rows[index], group)
 
-    def _first_finished(self, count: int, version: int) -> list[_Asked]:
+    def _first_finished(self, count: int, oldest: int) -> list[_Asked]:
         while True:
-            self._replace_over_age(version)
+            self._replace_over_age(oldest)
             finished = [asked for asked in self._asked if asked.group.done()]
             if len(finished) >= count:
                 return finished[:count]
             under_way = [asked.group for asked in self._asked if not asked.group.done()]
             wait(under_way, return_when=FIRST_COMPLETED)
 
-    def _replace_over_age(self, version: int) -> None:
-        config = self._config
-        oldest = version - (config.max_lag or 0) * config.updates_per_batch
+    def _replace_over_age(self, oldest: int) -> None:
         for index, asked in enumerate(self._asked):
             if not asked.group.done() or asked.oldest_version() >= oldest:
                 continue
-            if config.over_age == "refresh":
+            if self._config.over_age == "refresh":
                 self._refreshed += 1
                 self._asked[index] = self._ask(asked.place)
             else:

@@ -40,17 +40,17 @@ def draw_groups(
     config: RunConfig,
     task: Task,
     source: Source,
-    version: int,
+    oldest: int,
     watch: Callable[[str], None],
 ) -> Drawn:
     """Draw and reward the groups of a step.
 
-    version: the trainer's. watch: is told when "rollout" and "reward" end.
+    oldest: version that a token may have. watch: is told when "rollout" and "reward" end.
     """
     limit = config.filter_groups.max_num_gen_batches if config.filter_groups.enable else 1
     drawn = None
     while True:
-        rows, groups = source.round(version)
+        rows, groups = source.round(oldest)
         watch("rollout")
         drawn = _with_round(config, drawn, groups, task.rewards(rows, groups))
         watch("reward")

@@ -34,7 +34,7 @@ def run(config: RunConfig) -> dict[str, str]:
     with runtime.start(config, model_folder) as sides, Job(config, folder, task, sides) as job:
         for step in range(job.begin(), config.steps):
             watch = Stopwatch()
-            drawn = draw_groups(config, task, job.source, sides.trainer.version(), watch)
+            drawn = draw_groups(config, task, job.source, job.published[0], watch)
             samples = job.samples(step, drawn)
             watch("reward")
             stats = job.update(drawn.trained(samples))

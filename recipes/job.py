@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,7 @@ from recipes.runtime import RuntimeSetupError, Sides
 from recipes.settings import RunConfig
 from recipes.task import Task
 from trainer.advantage import advantages, count_rewards
-from trainer.checkpoint import find_latest, keep_last
+from trainer.checkpoint import CheckpointError, find_latest, keep_last
 from trainer.parity import ParityError
 from trainer.sample import TrainSample, TrainStats
 
@@ -30,13 +31,20 @@ class Job:
     A resumed run's last checkpoint is loaded when it is made.
 
     source: gives the groups of each step.
+    published: versions of the weights, the newest and as many before it as tokens may be old.
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder, task: Task, sides: Sides):
         self.config, self.folder, self.task, self.sides = config, folder, task, sides
         self.before: dict[str, Accuracy] = {}
         self.weights_equal = False
+        self.published: deque[int] = deque(maxlen=(config.max_lag or 0) + 1)
         latest = find_latest(folder.checkpoints) if folder.resumed else None
+        if latest is None and any(folder.checkpoints.glob("step-*")):
+            raise CheckpointError(
+                f"--resume: every checkpoint in {folder.checkpoints} is damaged, and nothing was "
+                "changed: mend one, or start a new run in another --out"
+            )
         self.resumed = sides.trainer.load(str(latest)) if latest else {}
         started = self.resumed.get("next_step", 0)
         asked = {"position": started * config.prompts_per_step, **self.resumed}
@@ -84,6 +92,7 @@ class Job:
         """
         if not self.sides.sync_weights():
             raise RuntimeSetupError("the engine's weights digest is not the trainer's: start again")
+        self.published.append(self.sides.trainer.version())
 
     def _evaluate(self, when: str, step: int) -> dict[str, Accuracy]:
         results = evaluate(self.sides, self.task, self.config)
@@ -129,8 +138,7 @@ class Job:
         batch, count = list(samples), min(self.config.updates_per_batch, len(samples))
         trainer, lag = self.sides.trainer, self.config.max_lag or 0
         version = trainer.version()
-        oldest = version - lag * self.config.updates_per_batch
-        self.weights_equal = require_known_policy(self.sides, batch, oldest, version)
+        self.weights_equal = require_known_policy(self.sides, batch, self.published[0], version)
         try:
             if lag:
                 # The weights of tis and mis need every stale token's own value.

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -76,7 +77,7 @@ class _Remote:
 
     def submit(self, prompt: Any, params: Any) -> Any:
         """A future of `generate` for one prompt."""
-        return self._handle.generate.remote([prompt], [params]).future()
+        return _unwrapping(self._handle.generate.remote([prompt], [params]).future())
 
 
 class _RemoteSides(Sides):
@@ -104,6 +105,20 @@ def _unwrapped(call):
         return call()
     except RayTaskError as error:
         raise error.cause from error
+
+
+def _unwrapping(future: Future) -> Future:
+    """The same result; an error of the actor as itself."""
+    own: Future = Future()
+
+    def copy(done: Future) -> None:
+        try:
+            own.set_result(_unwrapped(done.result))
+        except BaseException as error:
+            own.set_exception(error)
+
+    future.add_done_callback(copy)
+    return own
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 No torch here: `--help` has to answer at once.
 """
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -170,10 +171,16 @@ class RunConfig:
                 f"--reward-weights: got {len(self.reward_weights)} for "
                 f"{len(self.reward_functions)} --reward-functions: give one each"
             )
-        if not self.temperature >= LEAST_TEMPERATURE:
+        if not LEAST_TEMPERATURE <= self.temperature < math.inf:
             raise SettingError(
-                f"--temperature is {self.temperature}: training needs draws, use "
+                f"--temperature is {self.temperature}: training needs draws, use a number of "
                 f"{LEAST_TEMPERATURE} or more"
+            )
+        if not all(map(math.isfinite, self.reward_weights)):
+            raise SettingError(f"--reward-weights: got {self.reward_weights}: use finite numbers")
+        if self.expected_accuracy is not None and not 0 <= self.expected_accuracy <= 1:
+            raise SettingError(
+                f"--expected-accuracy is {self.expected_accuracy}: use a share from 0 to 1"
             )
         _check_filters(self)
         if self.updates_per_batch > self.prompts_per_step * self.group_size:
@@ -348,7 +355,7 @@ def _check_sampler_precision(config: RunConfig) -> None:
             f"--sampler-precision is {precision} and --mode bitwise stops on any differing bit: "
             "use --mode none, tis or mis, or leave it out"
         )
-    if precision is not None and config.lora != NO_LORA:
+    if precision is not None and (config.lora.rank or config.lora.folder):
         raise SettingError(
             f"--sampler-precision is {precision} and rounds whole weights, but with --lora only "
             "adapters are published: leave one of them out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,26 @@ def test_a_token_older_than_allowed_is_refused_before_the_update():
         audit.require_known_policy(sides, [sample], 5, 7)
 
 
+def test_age_is_counted_in_publications_where_a_batch_takes_fewer_updates(tmp_path, monkeypatch):
+    """Filtered batches of one or two groups move the version by less than updates_per_batch."""
+    seen: list[tuple[int, int, list[int]]] = []
+    real = job.require_known_policy
+
+    def recorded(sides, samples, oldest, version):
+        seen.append((oldest, version, [v for one in samples for v in one.policy_versions]))
+        return real(sides, samples, oldest, version)
+
+    monkeypatch.setattr(job, "require_known_policy", recorded)
+    words = ["--group-size", "2", "--prompts-per-step", "2", "--updates-per-batch", "4"]
+    words += ["--filter-groups.enable", "--filter-groups.max-num-gen-batches", "1"]
+    run(tmp_path / "run", *words, "--max-lag", "1", "--lag-share", "1")
+    versions = [version for _, version, _ in seen]
+    assert min(b - a for a, b in pairwise(versions)) < 4
+    assert [oldest for oldest, _, _ in seen[1:]] == versions[:-1]
+    for oldest, _, drawn_by in seen:
+        assert min(drawn_by) >= oldest
+
+
 def test_an_interrupted_run_asks_again_what_was_not_used(tmp_path, monkeypatch):
     real = job.Job.finish_step
 
@@ -175,7 +196,7 @@ def first_round(source: AskingAhead, clock: Clock) -> None:
     source._fill(4)
     clock.finish(1)
     clock.finish(2)
-    assert prompts_of(source.round(version=0)[1]) == [1, 2]
+    assert prompts_of(source.round(oldest=0)[1]) == [1, 2]
     assert [prompt for prompt, _ in clock.futures] == [(0,), (1,), (2,), (3,)]
     assert source.state() == {"position": 4, "pending": [0, 3]}
 
@@ -192,14 +213,14 @@ def test_an_over_age_group_is_asked_again_or_dropped_and_never_used(over_age, th
     assert [prompt for prompt, _ in clock.futures[4:]] == [(4,), (5,)]
     clock.finish(3)
     clock.finish(4)
-    assert prompts_of(source.round(version=2)[1]) == [3, 4]
+    assert prompts_of(source.round(oldest=1)[1]) == [3, 4]
     assert clock.futures[6][0] == (third,)
     found = source.counts()
     assert (found["async/groups_refreshed"], found["async/groups_dropped"]) == counts
     assert source.counts()["async/groups_refreshed"] == 0
     clock.finish(5)
     clock.finish(6)
-    ordered = sorted(prompts_of(source.round(version=2)[1]))
+    ordered = sorted(prompts_of(source.round(oldest=1)[1]))
     assert ordered == sorted([third, 5])
 
 
@@ -211,7 +232,7 @@ def test_never_more_is_under_way_than_the_lag_allows():
             clock.version = version
             if not future.done():
                 clock.finish(index)
-        source.round(version)
+        source.round(max(0, version - 2))
         assert len(source._asked) == 4
         assert len(clock.futures) == 2 * (version + 3)
 
@@ -222,7 +243,7 @@ def test_a_failed_completion_stops_the_run_and_says_why():
     clock.finish(0)
     clock.finish(1, "error")
     with pytest.raises(GroupError, match="problem number 1: a completion failed: told to"):
-        source.round(version=0)
+        source.round(oldest=0)
 
 
 def test_sources_ask_the_same_problems_in_the_same_way():

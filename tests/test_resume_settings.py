@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from recipes.grpo_gsm8k import main
 from tests.test_recipe import SMALL
 
@@ -17,3 +19,18 @@ def test_a_run_from_before_a_setting_existed_resumes_at_its_default(tmp_path, ca
     assert main([*words, "--max-lag", "1"]) == 1
     assert "--max-lag is 1 and the run to resume has None" in capsys.readouterr().err
     assert main(words) == 0
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path, capsys):
+    out = tmp_path / "run"
+    words = [*SMALL, "--steps", "2", "--evaluation.problems", "0", "--out", str(out)]
+    assert main(words) == 0
+    before = (out / "metrics.jsonl").read_bytes()
+    folders = sorted((out / "checkpoints").iterdir())
+    for folder in folders:
+        (folder / "training.safetensors").write_bytes(b"")
+    with pytest.warns(UserWarning):
+        assert main([*words, "--steps", "3", "--resume", "auto"]) == 1
+    assert "every checkpoint in" in capsys.readouterr().err
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert sorted((out / "checkpoints").iterdir()) == folders

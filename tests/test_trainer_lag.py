@@ -145,6 +145,21 @@ def test_versions_beyond_the_kept_ones_are_refused_by_name(folder):
         trainer.with_lag_proof(aged(trainer))
 
 
+def test_versions_are_forgotten_where_the_weights_go_back(folder, tmp_path):
+    trainer = trainer_of(folder)
+    trainer.save(tmp_path / "start")
+    for seed in (1, 2):
+        trainer.step(drawn(trainer, unscored(4, seed=seed)))
+        trainer.publish()
+    trainer.load(tmp_path / "start")
+    trainer.step(drawn(trainer, unscored(4, seed=3)))
+    trainer.publish()
+    samples = drawn(trainer, unscored(4, seed=4))
+    trainer.step(drawn(trainer, unscored(4, seed=5)))
+    proved = trainer.with_lag_proof(samples)
+    assert all(None not in sample.old_logprobs for sample in proved)
+
+
 def test_a_mistaken_copy_would_be_seen(folder):
     """The control of the kept copies: a copy that is not what was published makes bits differ."""
     trainer = trainer_of(folder)

@@ -5,7 +5,8 @@ version of the weights, log pi_prox its value under the version that the batch's
 log pi_theta its value now. log(pi_old / pi_behaviour) is mismatch; log(pi_theta / pi_old) is lag.
 
 In mode `bitwise` mismatch is proved to be 0, so pi_old = pi_behaviour, and `lag_correction` says
-what corrects lag. All four are exactly 1 on fresh tokens:
+what corrects lag. All four are exactly 1 on completions whose tokens are all fresh, and at token
+level on every fresh token:
 
 * `ppo`: the policy ratio of the loss is pi_theta / pi_behaviour, clipped; no other weight (Schulman
   et al. 2017).

@@ -23,6 +23,10 @@ from trainer.sample import TrainSample
 TAG = "none looked for; is the token's policy version the one that drew it?"
 
 
+class VersionError(ValueError):
+    """A token's own version is not kept, so it cannot be proved."""
+
+
 class KeptVersions:
     """Copies of the last published weights by version, bit for bit in their own dtype."""
 
@@ -43,16 +47,23 @@ class KeptVersions:
             if isinstance(gone, Path):
                 gone.unlink()
 
+    def forget(self) -> None:
+        """Drop every version: the weights go back, and numbers will come again."""
+        for kept in self._kept.values():
+            if isinstance(kept, Path):
+                kept.unlink()
+        self._kept = {}
+
     def at(self, version: int, like: Leaves) -> Leaves:
         """A kept version's weights, in one spare copy that the next call overwrites.
 
         like: the working weights, for dtype and device.
 
         Raises:
-            ValueError: that version is not kept.
+            VersionError: that version is not kept.
         """
         if version not in self._kept:
-            raise ValueError(
+            raise VersionError(
                 f"policy version {version} is not kept (kept are {sorted(self._kept)}): raise "
                 f"keep_versions, now {self._keep}, or use fresher samples"
             )

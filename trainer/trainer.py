@@ -344,6 +344,7 @@ class Trainer:
             for name, tensor in own.items():
                 tensor.copy_(self._held.rows(tensors[name]))
         self._held.refresh()
+        self._lag.kept.forget()
         self.steps, self.version = state["step"], state["version"]
         self.num_tokens, self.optimizer.steps = state["num_tokens"], state["step"]
         return state["extra"]
