@@ -3,7 +3,10 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
+from recipes.run_folder import started_with
 from recipes.settings import RunConfig, preset_of, resolved
 
 
@@ -20,8 +23,14 @@ def parse(arguments: Sequence[str] | None = None) -> RunConfig:
     start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     start.add_argument("--preset")
     start.add_argument("--model")
+    start.add_argument("--out")
+    start.add_argument("--resume", default="off")
+    start.add_argument("--seed", type=int, default=0)
     chosen, _ = start.parse_known_args(words)
     default = preset_of(chosen.preset, chosen.model)
+    if chosen.resume != "off":
+        place = {"out": chosen.out, "resume": chosen.resume, "seed": chosen.seed}
+        default = _overlaid(default, started_with(replace(default, **place)))
     config = tyro.cli(
         RunConfig,
         prog="python -m recipes.grpo_gsm8k",
@@ -30,6 +39,17 @@ def parse(arguments: Sequence[str] | None = None) -> RunConfig:
         args=words,
     )
     return resolved(config)
+
+
+def _overlaid(record: Any, values: dict[str, Any]) -> Any:
+    """The record with values by name, nested records too; a name that it lacks is passed over."""
+    changes = {}
+    for each in fields(record):
+        if each.name in values:
+            old, new = getattr(record, each.name), values[each.name]
+            new = _overlaid(old, new) if is_dataclass(old) else new
+            changes[each.name] = tuple(new) if isinstance(new, list) else new
+    return replace(record, **changes)
 
 
 def is_ours(error: BaseException) -> bool:

@@ -103,12 +103,15 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, Any]) -> str:
 def parity_phrase(metrics: Mapping[str, Any]) -> str:
     """`parity: 0 of 5,321 tokens differ | kl 0.0`; a KL of 0 is shown only where it is exact.
 
-    Stale tokens that were scored again under the weights that drew them are counted apart.
+    Stale tokens that were scored again under the weights that drew them are among them.
     """
     kl = metrics["kl/sampler_trainer"]
     shown = "0.0" if kl == 0 else "nan" if kl is None else f"{kl:.2e}"
-    differing, compared = metrics["parity/tokens_differing"], metrics["parity/tokens_compared"]
+    stale = metrics.get("parity/lag_rescored_compared") or 0
+    compared = metrics["parity/tokens_compared"] + stale
+    differing = metrics["parity/tokens_differing"]
+    differing += metrics.get("parity/lag_rescored_differing") or 0
     phrase = f"parity: {differing:,} of {compared:,} tokens differ"
-    if stale := metrics.get("parity/lag_rescored_compared"):
-        phrase += f", {metrics['parity/lag_rescored_differing']:,} of {stale:,} stale ones"
+    if stale:
+        phrase += f" ({stale:,} stale, under their own weights)"
     return f"{phrase} | kl {shown}"

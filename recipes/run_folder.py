@@ -71,6 +71,16 @@ def choose(config: RunConfig) -> RunFolder:
     return RunFolder(path.resolve(), holds_run)
 
 
+def started_with(config: RunConfig) -> dict[str, Any]:
+    """The settings of the run that --out and --resume lead to; empty where none is resumed.
+
+    Raises:
+        SettingError: there is nothing to resume.
+    """
+    folder = choose(config)
+    return json.loads((folder.path / SETTINGS).read_text()) if folder.resumed else {}
+
+
 def _base() -> Path:
     """runs/ here; under a submitted Ray job, whose folder is thrown away, ~/zerokl-runs."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
@@ -131,8 +141,8 @@ def _require_same(before: dict[str, Any], now: dict[str, Any], prefix: str) -> N
         elif old != new and not _may_grow(prefix + name, before, now):
             flag = (prefix + name).replace("_", "-")
             raise SettingError(
-                f"--{flag} is {new!r} and the run to resume has {old!r}: leave it out, or start a "
-                "new run with --resume off"
+                f"--{flag} is {new!r} and the run to resume has {old!r}: leave it out (the run's "
+                "own is taken), or start a new run with --resume off"
             )
 
 

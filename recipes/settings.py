@@ -28,10 +28,11 @@ class SettingError(ValueError):
 class EvalConfig:
     """Evaluation on held-out problems, greedy and sampled at the run's temperature from all tokens.
 
-    problems: how many of the test split; 0 leaves evaluation out.
-    every: also after every so many steps; 0 is only before and after. The checkpoint with the
-        best strict accuracy of samples is then kept beside the newest ones.
-    samples: how many draws of each problem (k); above 1 the kinds are avg@k and pass@k.
+    Attributes:
+        problems: how many of the test split; 0 leaves evaluation out.
+        every: also after every so many steps; 0 is only before and after. The checkpoint with the
+            best strict accuracy of samples is then kept beside the newest ones.
+        samples: how many draws of each problem (k); above 1 the kinds are avg@k and pass@k.
     """
 
     problems: int = 256
@@ -43,10 +44,11 @@ class EvalConfig:
 class FilterGroupsConfig:
     """Dynamic sampling (Yu et al. 2025, "DAPO"; named as in verl).
 
-    enable: leave groups whose rewards are all equal out of the batch, and ask for
-        `prompts_per_step` more prompts until that many groups inform.
-    max_num_gen_batches: most times that a step asks; then it trains on the groups that do inform
-        (where none does, on the first that were drawn, without a gradient).
+    Attributes:
+        enable: leave groups whose rewards are all equal out of the batch, and ask for
+            `prompts_per_step` more prompts until that many groups inform.
+        max_num_gen_batches: most times that a step asks; then it trains on the groups that do
+            inform (where none does, on the first that were drawn, without a gradient).
     """
 
     enable: bool = False
@@ -57,52 +59,56 @@ class FilterGroupsConfig:
 class RunConfig:
     """One GRPO run on GSM8K-like problems.
 
-    preset: tiny, smollm2-135m, qwen2.5-0.5b or qwen3-0.6b; the other settings start from it.
-    model: "embedded" (the project's own tiny one), a Hugging Face folder, a GGUF file, or a hub
-        name.
-    data: "embedded" (own word problems), a folder with train.jsonl and test.jsonl, or a hub name.
-    steps: batches of fresh completions.
-    seed: of the data order, the draws and nothing else.
-    out: folder of the run; None makes a new one under runs/.
-    mode: "bitwise" stops on any differing bit; none, tis and mis sample with torch's ordinary ops
-        and report the difference (none), or correct it (tis, mis), for comparison.
-    sampler_precision: "bfloat16", "float8_e4m3fn" or "float4_e2m1fn" rounds the weights on their
-        way to the sampler, in modes none, tis and mis (recipes/precision.py); None leaves them.
-    runtime: "ray" puts both sides into actors; "inline" runs them in this process, same bits.
-    address: a Ray cluster to join, such as "auto"; None starts one for the run.
-    resume: "off", "auto" (the last checkpoint of `out`, or of the newest run of this preset), or
-        a run's folder.
-    wandb: "disabled", "online" or "offline".
-    tensorboard: also write TensorBoard's files, into the run's folder; needs its package.
-    trackio: also write trackio's files, into the run's folder; needs its package.
-    device: of both sides: "cpu", "cuda" or "auto" (cuda where there is one).
-    dtype: of both sides; None is bfloat16 on a GPU and float32 on a CPU.
-    dry_run: print the plan and stop.
-    instruction: added to each question.
-    prompts_per_step: groups in a batch.
-    group_size: completions of a prompt (G).
-    max_tokens: most tokens of a completion.
-    temperature: of the draws, above 0.
-    top_p, top_k, min_p: draw training completions from the likeliest tokens only; the kept sets
-        travel to the trainer. Evaluation draws from all tokens.
-    updates_per_batch: optimiser steps on one batch; all but the first see lag.
-    max_lag: asynchronous: rollouts go on while the trainer works, and a token may be at most so
-        many publications of the weights old when it is used. 0 waits like a synchronous run and
-        gives its bits; None is synchronous.
-    over_age: what becomes of a group with an older token: "refresh" asks it again, "drop" asks the
-        next problem instead.
-    lag_share: with max_lag, the share of stale tokens that is scored again under the weights that
-        drew them, each step (the comparison modes score all).
-    save_every: steps between checkpoints; the last step is always saved.
-    keep_checkpoints: older ones are removed.
-    threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
-        cores.
-    trainer_ranks: trainer actors, which share each batch and take one step (docs/trainer.md); with
-        runtime "ray" only.
-    reward_functions: dotted import paths of functions as recipes/rewards.py describes them.
-    reward_weights: of their rewards in the sum, one each.
-    expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
-    lora: of both sides; with a rank (or a folder) adapters are trained and the model is frozen.
+    Attributes:
+        preset: tiny, smollm2-135m, qwen2.5-0.5b or qwen3-0.6b; the other settings start from it.
+        model: "embedded" (the project's own tiny one), a Hugging Face folder, a GGUF file, or a
+            hub name.
+        data: "embedded" (own word problems), a folder with train.jsonl and test.jsonl, or a hub
+            name.
+        steps: batches of fresh completions.
+        seed: of the data order, the draws and nothing else.
+        out: folder of the run; None makes a new one under runs/.
+        mode: "bitwise" stops on any differing bit; none, tis and mis sample with torch's ordinary
+            ops and report the difference (none), or correct it (tis, mis), for comparison.
+        sampler_precision: "bfloat16", "float8_e4m3fn" or "float4_e2m1fn" rounds the weights on
+            their way to the sampler, in modes none, tis and mis (recipes/precision.py); None
+            leaves them.
+        runtime: "ray" puts both sides into actors; "inline" runs them in this process, same bits.
+        address: a Ray cluster to join, such as "auto"; None starts one for the run.
+        resume: "off", "auto" (the last checkpoint of `out`, or of the newest run of this preset),
+            or a run's folder.
+        wandb: "disabled", "online" or "offline".
+        tensorboard: also write TensorBoard's files, into the run's folder; needs its package.
+        trackio: also write trackio's files, into the run's folder; needs its package.
+        device: of both sides: "cpu", "cuda" or "auto" (cuda where there is one).
+        dtype: of both sides; None is bfloat16 on a GPU and float32 on a CPU.
+        dry_run: print the plan and stop.
+        instruction: added to each question.
+        prompts_per_step: groups in a batch.
+        group_size: completions of a prompt (G).
+        max_tokens: most tokens of a completion.
+        temperature: of the draws, above 0.
+        top_p, top_k, min_p: draw training completions from the likeliest tokens only; the kept
+            sets travel to the trainer. Evaluation draws from all tokens.
+        updates_per_batch: optimiser steps on one batch; all but the first see lag.
+        max_lag: asynchronous: rollouts go on while the trainer works, and a token may be at most
+            so many publications of the weights old when it is used. 0 waits like a synchronous run
+            and gives its bits; None is synchronous.
+        over_age: what becomes of a group with an older token: "refresh" asks it again, "drop" asks
+            the next problem instead.
+        lag_share: with max_lag, the share of stale tokens that is scored again under the weights
+            that drew them, each step (the comparison modes score all).
+        save_every: steps between checkpoints; the last step is always saved.
+        keep_checkpoints: older ones are removed.
+        threads: torch threads of each side; None is 1 for a model under 20 M parameters, else all
+            cores.
+        trainer_ranks: trainer actors, which share each batch and take one step (docs/trainer.md);
+            with runtime "ray" only.
+        reward_functions: dotted import paths of functions as recipes/rewards.py describes them.
+        reward_weights: of their rewards in the sum, one each.
+        expected_accuracy: sampled accuracy that the plan assumes before anything is measured.
+        lora: of both sides; with a rank (or a folder) adapters are trained and the model is
+            frozen.
     """
 
     preset: str = "tiny"

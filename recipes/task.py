@@ -101,7 +101,7 @@ def reward_function(path: str) -> RewardFunction:
     module, _, name = path.rpartition(".")
     try:
         function: Any = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise SettingError(
             f"--reward-functions {path}: cannot be imported ({error}): "
             "give package.module.function, importable from here"

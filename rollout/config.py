@@ -19,23 +19,26 @@ class EngineError(ValueError):
 class EngineConfig:
     """Limits and places of an engine.
 
-    device: "cpu", "cuda", "cuda:1", or "auto" (cuda where there is one).
-    dtype: of weights and KV: "float32", "bfloat16" or "float16".
-    page_size: tokens in a KV page.
-    num_pages: KV pages; None makes room for `max_sequences` of 2048 tokens (or of the model's own
-        limit, where that is shorter) within `memory_share` of the memory that is free.
-    max_batch_tokens: tokens in one forward.
-    max_sequences: sequences that hold KV at the same time.
-    prefill_chunk: most tokens of one sequence in one forward.
-    prefix_cache: keep full pages by content and share them, also among the n samples of a request.
-    cuda_graphs: on CUDA and exact, launch decode steps as captured graphs and plan a step ahead.
-    in_flight: what `load_weights` does with unfinished requests unless told otherwise: "recompute"
-        their KV under the new weights and go on, "keep" the KV of the old ones and go on (no
-        trainer can compute such logprobs again, so an exact engine refuses it), or "abort" and
-        return them, for `Engine.resume`.
-    exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
-    lora: with a rank or a folder, low-rank adapters stand beside the weights, which then stay as
-        they are: `load_weights` takes adapters. They start from the folder, or at 0.
+    Attributes:
+        device: "cpu", "cuda", "cuda:1", or "auto" (cuda where there is one).
+        dtype: of weights and KV: "float32", "bfloat16" or "float16".
+        page_size: tokens in a KV page.
+        num_pages: KV pages; None makes room for `max_sequences` of 2048 tokens (or of the model's
+            own limit, where that is shorter) within `memory_share` of the memory that is free.
+        max_batch_tokens: tokens in one forward.
+        max_sequences: sequences that hold KV at the same time.
+        prefill_chunk: most tokens of one sequence in one forward.
+        prefix_cache: keep full pages by content and share them, also among the n samples of a
+            request.
+        cuda_graphs: on CUDA and exact, launch decode steps as captured graphs and plan a step
+            ahead.
+        in_flight: what `load_weights` does with unfinished requests unless told otherwise:
+            "recompute" their KV under the new weights and go on, "keep" the KV of the old ones and
+            go on (no trainer can compute such logprobs again, so an exact engine refuses it), or
+            "abort" and return them, for `Engine.resume`.
+        exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
+        lora: with a rank or a folder, low-rank adapters stand beside the weights, which then stay
+            as they are: `load_weights` takes adapters. They start from the folder, or at 0.
     """
 
     device: str = "cpu"

@@ -342,6 +342,7 @@ def test_tokens_of_another_version_are_not_passed_over(tmp_path, monkeypatch, ca
 
 @pytest.mark.parametrize("updates", ["1", "3"])
 def test_a_difference_anywhere_stops_before_any_update(updates, tmp_path, monkeypatch, capsys):
+
     from trainer.trainer import Trainer
 
     steps = []
@@ -378,12 +379,12 @@ def test_weights_that_change_in_the_engine_stop_the_run(tmp_path, monkeypatch, c
 )
 def test_the_op_named_is_the_one_at_fault(op, place, tmp_path, monkeypatch, capsys):
     from shared_ops.opset import EXACT
-    from trainer.trainer import Trainer
+    from trainer.held import Held
 
     def broken(*arguments):
         return getattr(EXACT, op)(*arguments) * 1.000001
 
-    monkeypatch.setattr(Trainer, "_ops", lambda self: EXACT._replace(**{op: broken}))
+    monkeypatch.setattr(Held, "ops", lambda self: EXACT._replace(**{op: broken}))
     words = [*SMALL, "--evaluation.problems", "0", "--out", str(tmp_path / "run")]
     assert main(words) == 1
     assert f"op to look at: layer 0: {place}" in capsys.readouterr().err

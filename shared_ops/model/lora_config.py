@@ -46,12 +46,14 @@ class LoraError(ValueError):
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021, "LoRA"): y = W x + scale B A x, W frozen.
 
-    rank: of each adapter; 0 has none and trains the weights themselves.
-    alpha: scale is alpha / rank.
-    target_modules: which of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
-    rslora: scale is alpha / sqrt(rank) instead (Kalajdzievski 2023, "rsLoRA").
-    seed: of a fresh A; a fresh B is 0.
-    folder: start from this peft folder; rank, alpha, target_modules and rslora are then its own.
+    Attributes:
+        rank: of each adapter; 0 has none and trains the weights themselves.
+        alpha: scale is alpha / rank.
+        target_modules: which of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+        rslora: scale is alpha / sqrt(rank) instead (Kalajdzievski 2023, "rsLoRA").
+        seed: of a fresh A; a fresh B is 0.
+        folder: start from this peft folder; rank, alpha, target_modules and rslora are then its
+            own.
     """
 
     rank: int = 0
