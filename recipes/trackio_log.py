@@ -91,8 +91,8 @@ def _earlier(trackio: Any) -> list[Any]:
 
 def _library(place: Path) -> Any:
     try:
-        import trackio
-        from trackio.utils import TRACKIO_DIR
+        import trackio  # pyright: ignore[reportMissingImports]
+        from trackio.utils import TRACKIO_DIR  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise TrackioError(
             f"--trackio: cannot be imported ({error}): pip install trackio"
