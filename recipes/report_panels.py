@@ -76,7 +76,7 @@ PANELS = (
         "kl/sampler_trainer",
         "KL(sampler || trainer)",
         KL,
-        "Of fresh tokens: both sides with the same weights.",
+        "Of every token compared: both sides with the same weights.",
         compared_kl,
         always=True,
     ),

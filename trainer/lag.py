@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared_ops.model.weights import Leaves
-from trainer.parity import FirstDifference, ParityReport, compare, ulp_distance
+from trainer.parity import FirstDifference, ParityReport, compare, difference_at
 from trainer.sample import TrainSample
 
 TAG = "none looked for; is the token's policy version the one that drew it?"
@@ -138,17 +138,10 @@ def compare_stale(
     report = compare(drawn, own_N)
     if report.first is None:
         return report, None
-    span, (index, place) = slice(report.first, report.first + 1), places[report.first]
-    return report, FirstDifference(
-        sample_index=index,
-        position=place,
-        request_id=samples[index].request_id,
-        token_id=samples[index].completion_ids[place],
-        sampler=drawn[report.first].item(),
-        trainer=own_N[report.first].item(),
-        ulp=int(ulp_distance(drawn[span], own_N[span])),
-        op=f"{TAG} (it says {samples[index].policy_versions[place]})",
-    )
+    index, place = places[report.first]
+    first = difference_at(samples, (index, place), drawn, own_N, report.first)
+    tag = samples[index].policy_versions[place]
+    return report, first._replace(op=f"{TAG} (it says {tag})")
 
 
 def with_fresh(sample: TrainSample, values: Sequence[float], version: int) -> list[float | None]:

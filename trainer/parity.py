@@ -156,15 +156,27 @@ def locate(
     while row >= len(samples[index].places):
         row -= len(samples[index].places)
         index += 1
-    position = samples[index].places[row]
-    span = slice(place, place + 1)
+    return difference_at(samples, (index, samples[index].places[row]), sampler_N, trainer_N, place)
+
+
+def difference_at(
+    samples: Sequence[TrainSample],
+    where: tuple[int, int],
+    sampler_N: Tensor,
+    trainer_N: Tensor,
+    row: int,
+) -> FirstDifference:
+    """The record of one token. where: its sample, and its position in the completion; row: of the
+    two values among those compared."""
+    index, position = where
+    span = slice(row, row + 1)
     return FirstDifference(
         sample_index=index,
         position=position,
         request_id=samples[index].request_id,
         token_id=samples[index].completion_ids[position],
-        sampler=sampler_N[place].item(),
-        trainer=trainer_N[place].item(),
+        sampler=sampler_N[row].item(),
+        trainer=trainer_N[row].item(),
         ulp=int(ulp_distance(sampler_N[span], trainer_N[span])),
     )
 
