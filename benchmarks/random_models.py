@@ -71,6 +71,6 @@ def random_weights(
 def replace_files() -> Iterator[None]:
     with (
         mock.patch("rollout.engine.load_folder", random_weights),
-        mock.patch("trainer.trainer.load_folder", random_weights),
+        mock.patch("trainer.held.load_folder", random_weights),
     ):
         yield
