@@ -35,7 +35,7 @@ def residuals(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
 def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
     """(got, wanted): rotated queries and keys, normalised or not, at several row counts."""
     counts, width = (config.num_heads, config.num_kv_heads, config.num_kv_heads), config.head_dim
-    rows = max(300, VALUES // (sum(counts) * width))
+    rows = max(300, -(-VALUES // (sum(counts[:2]) * width)))
     qkv_TN, w_2E = random(rows, sum(counts) * width), random(2, width)
     angles = [random(rows, width // 2).float() for _ in range(2)]
     norms = (w_2E[0].clone(), w_2E[1].clone()) if config.qk_norm else None
