@@ -40,6 +40,8 @@ def plan_line(config: RunConfig) -> str:
     """What the sampler's weights are, for the plan."""
     what = ROUNDED.get(config.sampler_precision or "", "as published, nothing rounded")
     kernels = "this project's ops" if config.rollout.exact else "ordinary ops"
+    if not config.rollout.exact and config.device.startswith("cuda"):
+        kernels = "products as the vendor library likes, attention split by load,"
     return f"sampler    {kernels} in {config.dtype}; weights: {what}"
 
 

@@ -30,13 +30,13 @@ class EngineConfig:
         prefill_chunk: most tokens of one sequence in one forward.
         prefix_cache: keep full pages by content and share them, also among the n samples of a
             request.
-        cuda_graphs: on CUDA and exact, launch decode steps as captured graphs and plan a step
-            ahead.
+        cuda_graphs: on CUDA, launch decode steps as captured graphs and plan a step ahead.
         in_flight: what `load_weights` does with unfinished requests unless told otherwise:
             "recompute" their KV under the new weights and go on, "keep" the KV of the old ones and
             go on (no trainer can compute such logprobs again, so an exact engine refuses it), or
             "abort" and return them, for `Engine.resume`.
-        exact: False runs torch's own ops, whose bits move with the batch: for measurements only.
+        exact: False lets bits move with the batch, for measurements only: torch's own ops on a CPU;
+            on CUDA this engine with the vendor library's products and attention split by load.
         lora: with a rank or a folder, low-rank adapters stand beside the weights, which then stay
             as they are: `load_weights` takes adapters. They start from the folder, or at 0.
     """

@@ -31,8 +31,7 @@ from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of
 from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import Leaves, Manifest, WeightsError, digest_of, load_folder
-from shared_ops.opset import EXACT
-from shared_ops.ordinary import ORDINARY
+from shared_ops.unconstrained import sampler_ops
 
 Progress = Callable[[int, int], None]
 OnError = Literal["raise", "return"]
@@ -84,11 +83,10 @@ class Engine:
             decode,
         )
         self.on_step: Callable[[Engine], None] | None = None
-        self.ops = EXACT if self.config.exact else ORDINARY
+        self.ops = sampler_ops(self.config.exact, self.device)
         self.model = Decoder(self.model_config, self.weights, self.ops, adapters=self.adapters)
         num_pages = choose_num_pages(self.config, self.model_config, self.dtype, self.device)
-        # Ordinary attention takes lengths from the host, which a captured step would freeze.
-        is_captured = self.config.cuda_graphs and self.config.exact and self.device.type == "cuda"
+        is_captured = self.config.cuda_graphs and self.device.type == "cuda"
         self.kv = self._new_kv(num_pages + is_captured)
         self.scheduler = Scheduler(self.config, num_pages)
         self.graphs: DecodeGraphs | None = None

@@ -1,7 +1,8 @@
 """The ops a model calls, gathered into one record that is passed as an argument.
 
 `EXACT` obeys the contracts in the op folders. `shared_ops.ordinary.ORDINARY` is torch's own way of
-computing the same functions: for measurement and as the control that a parity check must catch.
+computing the same functions, `shared_ops.unconstrained.UNCONSTRAINED` our kernels with the vendor
+library's products: for measurement and as controls that a parity check must catch.
 """
 
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class OpSet(NamedTuple):
     select_logprobs: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]
     fuses: bool = False  # whether `shared_ops.fused` may stand for rmsnorm and rope
+    needs_proof: bool = True  # only where the attestation saw equal bits
 
 
 EXACT = OpSet(

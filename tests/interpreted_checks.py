@@ -6,6 +6,7 @@ test_interpreted_kernels.py, one check a process argument.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ import torch
 from poison import poisoned_memory
 from torch import Tensor
 
+from shared_ops import cuda, unconstrained
 from shared_ops.attention import kernels as attention_kernels
 from shared_ops.attention import reference as attention_reference
 from shared_ops.attention.op import PagedLayout
@@ -167,8 +169,7 @@ def check_packed_attention() -> None:
         )
 
 
-def check_paged_attention() -> None:
-    attention_kernels.CHUNK = 128
+def paged_case() -> tuple[tuple[Tensor, Tensor, Tensor], PagedLayout]:
     lens, contexts, page = [1, 40, 1, 3], [200, 300, 129, 64], 4
     heads, kv_heads, width = 6, 2, 16
     order = torch.randperm(sum(-(-c // page) for c in contexts) + 3)
@@ -179,18 +180,42 @@ def check_paged_attention() -> None:
         table_BP[row, :count] = order[first : first + count]
         first += count
     starts = [0, *torch.tensor(lens).cumsum(0).tolist()]
-    layout = PagedLayout(starts, contexts, table_BP)
     q = torch.randn(starts[-1], heads, width)
+    return (q, k_pages, v_pages), PagedLayout(starts, contexts, table_BP)
+
+
+def check_paged_attention() -> None:
+    attention_kernels.CHUNK = 128
+    (q, k_pages, v_pages), layout = paged_case()
     wanted = attention_reference.paged_forward(q, k_pages, v_pages, layout)
     for programs in (0, 1 << 30):
         attention_kernels.SPLIT_PROGRAMS = programs
         close(attention_kernels.paged_forward(q, k_pages, v_pages, layout), wanted)
-    for row, (begin, end) in enumerate(pairwise(starts)):
+    table_BP, contexts = layout.page_table_BP, layout.context_lens
+    for row, (begin, end) in enumerate(pairwise(layout.query_starts)):
         alone = PagedLayout([0, end - begin], [contexts[row]], table_BP[row : row + 1])
         close(
             attention_kernels.paged_forward(q[begin:end], k_pages, v_pages, alone),
             wanted[begin:end],
         )
+
+
+def check_unconstrained() -> None:
+    """What an engine without contracts has of its own; chunks shorter than the contract's."""
+    cuda.kernels = lambda op, x: importlib.import_module(f"shared_ops.{op}.kernels")
+    ops = unconstrained.UNCONSTRAINED
+    inputs, layout = paged_case()
+    wanted = attention_reference.paged_forward(*inputs, layout)
+    for chunk, wave in ((64, 1 << 30), (128, 1 << 30), (128, 0)):
+        unconstrained.SHORT_CHUNK, unconstrained.ONE_WAVE = chunk, wave
+        close(ops.paged_attention(*inputs, layout), wanted)
+    hidden_BD, head_VD, heat_B = torch.randn(5, 40), torch.randn(70, 40), torch.rand(5) + 0.5
+    logits = [
+        call(hidden_BD, head_VD, heat_B, 61)
+        for call in (ops.scaled_logits, logprob_reference.scaled_logits)
+    ]
+    close(*logits)
+    assert logits[0][:, 61:].isinf().all()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ CHECKS = (
     "sample",
     "packed_attention",
     "paged_attention",
+    "unconstrained",
 )
 
 

@@ -181,8 +181,12 @@ def paged_forward(
     layout,
     out_dtype: torch.dtype | None = None,
     split: bool | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """o_THE. `split`: whether decode takes a program for each chunk; None: where it is faster."""
+    """o_THE. `split`: whether decode takes a program for each chunk; None: where it is faster.
+
+    `chunk`: positions of decode's chunks, whole KV tiles; other than CHUNK is not in the contract.
+    """
     device, group = q_THE.device, q_THE.shape[1] // k_pages_PSKE.shape[2]
     lens = _lengths(layout.query_starts, group)
     source = Source(
@@ -202,10 +206,12 @@ def paged_forward(
         if is_decode
         else _tiles(lens, small.rows, 0, small.rows, device)
     )
-    chunks = -(-max(layout.context_lens, default=1) // CHUNK)
+    chunk = chunk or CHUNK
+    chunks = -(-max(layout.context_lens, default=1) // chunk)
     if split is None:
         split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
-    attend(q_THE, source, few, small, o_THE, None, 0 if chunks == 1 else chunks if split else 1)
+    programs = 0 if chunks == 1 else chunks if split else 1
+    attend(q_THE, source, few, small, o_THE, None, programs, chunk)
     if is_decode:
         return o_THE
     large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
@@ -225,6 +231,7 @@ def attend(
     o_THE: Tensor,
     lse_TH: Tensor | None,
     chunks: int = 1,
+    chunk: int | None = None,
 ) -> None:
     """Fill o_THE (and the base-2 log of the row sums) for the given tiles of rows.
 
@@ -240,7 +247,8 @@ def attend(
     if chunks > 1:
         values = len(tiles) * kv_heads * chunks * schedule.rows * (wide + 2)
         state = torch.empty(values, dtype=torch.float32, device=o_THE.device)
-    shape = {"GROUP": heads // kv_heads, "ROWS": schedule.rows, "WIDE": wide, "CHUNK": CHUNK}
+    shape = {"GROUP": heads // kv_heads, "ROWS": schedule.rows, "WIDE": wide}
+    shape["CHUNK"] = chunk or CHUNK
     common = (o_THE, o_THE if lse_TH is None else lse_TH, state, tiles, source.starts)
     contexts = (source.contexts, source.page_table, source.page_table.stride(0))
     forward_kernels.forward[(len(tiles), kv_heads, max(1, chunks))](

@@ -38,11 +38,12 @@ def can_be(widths: Widths) -> bool:
     return not any(width % SPECIALISED for width in widths[:2])
 
 
-def is_allowed(x_TD: Tensor, head: int) -> bool:
+def is_allowed(x_TD: Tensor, head: int, needs_proof: bool = True) -> bool:
     """Whether a forward may use these ops for tokens like x."""
     if not x_TD.is_cuda or torch.is_grad_enabled():
         return False
-    return Widths(x_TD.shape[-1], head, x_TD.dtype) in _allowed
+    widths = Widths(x_TD.shape[-1], head, x_TD.dtype)
+    return widths in _allowed if needs_proof else can_be(widths)
 
 
 def _schedules(x: Tensor) -> ModuleType:

@@ -19,8 +19,10 @@ LOGITS_LIMIT = 1 << 28
 ROW_TILE = 128
 
 
-def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -> Tensor:
-    logits_BV = product(hidden_BD, head_VD, out_dtype=torch.float32)
+def scaled_logits(
+    hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int, multiply=product
+) -> Tensor:
+    logits_BV = multiply(hidden_BD, head_VD, out_dtype=torch.float32)
     rows, vocabulary = logits_BV.shape
     if rows:
         grid = (rows, triton.cdiv(vocabulary, CHUNK))

@@ -76,7 +76,8 @@ class Decoder:
         see = observe or _ignore
         angles = self._rope.rows(positions_T)
         x_TD = self.ops.embedding(token_ids_T, self.weights.embed_VD)
-        if observe is None and self.ops.fuses and is_allowed(x_TD, self.config.head_dim):
+        may_fuse = observe is None and self.ops.fuses
+        if may_fuse and is_allowed(x_TD, self.config.head_dim, self.ops.needs_proof):
             return run_layers(self.config, self.weights, self.adapters, self.ops, x_TD, angles, kv)
         see("embedding", x_TD)
         for index, layer in enumerate(self.weights.layers):
