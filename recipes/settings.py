@@ -69,7 +69,7 @@ class RunConfig:
         seed: of the data order, the draws and nothing else.
         out: folder of the run; None makes a new one under runs/.
         mode: "bitwise" stops on any differing bit; none, tis and mis sample with ordinary ops
-            (docs/engine.md) and report the difference (none), or correct it (tis, mis), for comparison.
+            (docs/engine.md) and report the difference (none), or correct it (tis, mis), to compare.
         sampler_precision: "bfloat16", "float8_e4m3fn" or "float4_e2m1fn" rounds the weights on
             their way to the sampler, in modes none, tis and mis (recipes/precision.py); None
             leaves them.
