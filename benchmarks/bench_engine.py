@@ -3,40 +3,40 @@
 Random weights of the model's shape, bfloat16, temperature 1, logprobs returned, no early stop, no
 shared prefixes, fresh prompts each time; the first tokens of each workload are run beforehand.
 
-"unconstrained" is the same engine with every matrix product left to cuBLAS as it likes, split K
-included; split-KV attention goes by load on both sides. `EngineConfig(exact=False)` would be no
-fair opponent here: its attention is a Python loop over sequences. Bits are then compared: every
-logprob that the exact engine drew with, against the trainer's packed forward.
+"unconstrained" is the same engine with `exact=False`: every matrix product is left to cuBLAS as it
+likes, split K included, and attention is split by load; so the ratio is what exactness costs.
+
+Bits: every logprob that the exact engine drew with, in every repeat, is compared with a packed
+forward over weights of its own, between the timed parts. Then a mixed load (mixed_load.py) of
+another engine, with joins, prefix hits, preemptions and weight updates in flight. The same
+comparison of what the unconstrained engine drew is the control: it must find differing tokens.
 
 Example: python -m benchmarks.bench_engine --model Qwen3-0.6B \\
     --output benchmarks/results/engine_h200.json
 """
 
 import argparse
-import contextlib
 import gc
-import importlib
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 
+from benchmarks import mixed_load
 from benchmarks.bench_ops import environment
-from benchmarks.random_models import LAYERS, make_folder, replace_files
+from benchmarks.engine_bits import Bits, bits_of, by_ingredient, policy, total
+from benchmarks.random_models import make_folder, replace_files
 from rollout import Completion, Engine, EngineConfig, SamplingParams
 from rollout.graphs import carve
-from trainer import TrainSample
-from trainer.packing import pack, split_samples
-from trainer.parity import compare
-from trainer.score import Scorer
+from shared_ops.model.weights import make_manifest
 
 
 class Workload(NamedTuple):
@@ -75,17 +75,20 @@ ENGINE = EngineConfig(
     max_batch_tokens=16384,
     prefill_chunk=4096,
 )
+# So few pages that the flood of the mixed load does not fit once it has grown.
+MIXED = replace(ENGINE, max_sequences=512, max_batch_tokens=4096, prefill_chunk=512, num_pages=3800)
+CONTROL_TOKENS = 30_000
 
 
-@contextlib.contextmanager
-def library_everywhere() -> Iterator[None]:
-    """Every product in one cuBLAS call, whatever order it sums in."""
-    products = importlib.import_module("shared_ops.products")
-    with (
-        mock.patch.object(products, "choose", lambda rows, shape: None),
-        mock.patch.object(products, "library_limit", lambda depth, columns: products.NEVER),
-    ):
-        yield
+class Side(NamedTuple):
+    """Output tokens a second by workload, bits by workload, device times of the captured steps."""
+
+    rates: dict[Workload, list[float]]
+    bits: dict[str, Bits]
+    step_ms: dict[str, float]
+
+
+NO_SIDE = Side({}, {}, {})
 
 
 def prompts_of(work: Workload, vocabulary: int, seed: int) -> list[list[int]]:
@@ -106,52 +109,26 @@ def rollout(engine: Engine, work: Workload, seed: int) -> tuple[float, list[Comp
     return seconds, [completion for group in groups for completion in group]
 
 
-def measure(engine: Engine, work: Workload, repeats: int) -> tuple[list[float], list[Completion]]:
-    """Tokens per second of each repeat, and the last completions."""
+def measure(
+    engine: Engine, work: Workload, repeats: int, look: Callable[[int, list[Completion]], object]
+) -> list[float]:
+    """Tokens per second of each repeat; look(repeat, completions) is called in between."""
     rollout(engine, work._replace(output=WARM_UP), seed=0)
-    rates, completions = [], []
+    rates = []
     for seed in range(1, repeats + 1):
         seconds, completions = rollout(engine, work, seed)
         rates.append(work.requests * work.output / seconds)
-    return rates, completions
+        look(seed, completions)
+    return rates
 
 
-def mixed(engine: Engine, requests: int, longest: int) -> list[Completion]:
-    """Prompts of 1 to `longest` tokens, half of them beginning alike, joining a few at a time."""
-    source = random.Random(0)
-    vocabulary = engine.model_config.vocab_size
-    shared = [source.randrange(vocabulary) for _ in range(longest)]
-    done: list[Completion] = []
-    for index in range(requests):
-        length = source.randrange(1, longest)
-        common = source.randrange(length) if index % 2 else 0
-        prompt = [*shared[:common], *(source.randrange(vocabulary) for _ in range(length - common))]
-        engine.add_request(
-            prompt, SamplingParams(max_tokens=source.randrange(20, 120), ignore_eos=True, n=2)
-        )
-        for _ in range(source.randrange(3)):
-            done += engine.step()
-    while engine.has_work:
-        done += engine.step()
-    return done
-
-
-def differing(engine: Engine, completions: list[Completion], tokens: int) -> tuple[int, int]:
-    """Logprobs compared with the trainer's packed forward, and how many differ in any bit.
-
-    Gradients stay enabled, as in training: without them a forward takes fused launches too.
-    """
-    samples = [
-        TrainSample(one.prompt_ids, one.token_ids, one.logprobs, 0.0, one.policy_versions)
-        for one in completions
-    ]
-    scorer, compared, other = Scorer(engine.model, engine.vocab_limit), 0, 0
-    for chosen in split_samples([sample.length for sample in samples], tokens):
-        logprobs_N, _ = scorer.score(pack(samples, chosen, engine.device))
-        drawn = [value for index in chosen for value in samples[index].behaviour_logprobs]
-        report = compare(torch.tensor(drawn), logprobs_N.cpu())
-        compared, other = compared + report.tokens_compared, other + report.tokens_differing
-    return compared, other
+def beginning(completions: list[Completion], tokens: int) -> list[Completion]:
+    """The first completions, with at least so many tokens if there are."""
+    count, drawn = 0, 0
+    while count < len(completions) and drawn < tokens:
+        drawn += len(completions[count].token_ids)
+        count += 1
+    return completions[:count]
 
 
 @torch.inference_mode()
@@ -184,50 +161,65 @@ def replay_ms(engine: Engine, context: int = 384) -> dict[str, float]:
     return found
 
 
-def exact_side(folder: Path, name: str, works: list[Workload], options) -> tuple[dict, dict, dict]:
-    """Rates by workload, bits, and device times of the captured steps."""
-    engine = Engine(folder, ENGINE)
-    rates, bits = {}, {"tokens_compared": 0, "tokens_differing": 0}
+def run_side(folder: Path, works: list[Workload], repeats: int, exact: bool) -> Side:
+    """Every repeat is compared; of the unconstrained engine a part of the last one."""
+    policies = {0: policy(folder, torch.bfloat16, "cuda")[1]}
+    engine = Engine(folder, replace(ENGINE, exact=exact))
+    side = Side({}, {}, {})
     for work in works:
-        rates[work], completions = measure(engine, work, options.repeats)
-        print(
-            f"{name} exact {work}:", ", ".join(f"{rate:,.0f}" for rate in rates[work]), flush=True
-        )
-        count(bits, differing(engine, completions, 16384))
-    if options.mixed:
-        count(bits, differing(engine, mixed(engine, options.mixed, 2000), 16384))
-    print(f"{name} bits:", bits, flush=True)
-    return rates, bits, replay_ms(engine)
+        found: list[Bits] = []
+
+        def look(repeat: int, completions: list[Completion], found: list[Bits] = found) -> None:
+            if not exact:
+                completions = beginning(completions, CONTROL_TOKENS * (repeat == repeats))
+            found += bits_of(policies, completions)
+
+        side.rates[work] = measure(engine, work, repeats, look)
+        side.bits[label(work)] = total(found)
+        shown = ", ".join(f"{rate:,.0f}" for rate in side.rates[work])
+        name = "exact" if exact else "unconstrained"
+        print(f"{folder.name} {name} {label(work)}: {shown}; {total(found)}", flush=True)
+    return side._replace(step_ms=replay_ms(engine))
 
 
-def count(bits: dict[str, int], found: tuple[int, int]) -> None:
-    bits["tokens_compared"] += found[0]
-    bits["tokens_differing"] += found[1]
+def mixed_side(folder: Path, mixture: mixed_load.Mixture) -> dict:
+    """What the mixed load was made of, and its bits: all, and of what went through each thing."""
+    policies = {0: policy(folder, torch.bfloat16, "cuda")[1]}
+    engine = Engine(folder, MIXED)
+
+    def change(version: int) -> None:
+        weights, policies[version] = policy(folder, torch.bfloat16, "cuda", seed=version)
+        engine.load_weights(make_manifest(version, weights.views()), weights.views())
+
+    began = time.perf_counter()
+    completions, watch = mixed_load.run(engine, mixture, change)
+    seconds = time.perf_counter() - began
+    counts = mixed_load.require_all(watch, mixture, completions)
+    bits = bits_of(policies, completions)
+    parts = {name: part._asdict() for name, part in by_ingredient(watch, completions, bits).items()}
+    print(f"{folder.name} mixed, {seconds:.1f} s: {total(bits)}\n{json.dumps(counts)}", flush=True)
+    return {"counts": counts, "bits": total(bits), "bits_by_ingredient": parts}
 
 
-def unconstrained_side(folder: Path, works: list[Workload], options) -> tuple[dict, dict]:
-    """Rates by workload and device times, with every product left to the library."""
-    with library_everywhere():
-        engine = Engine(folder, ENGINE)
-        rates = {}
-        for work in works:
-            rates[work], _ = measure(engine, work, options.repeats)
-            print(f"unconstrained {work}:", ", ".join(f"{r:,.0f}" for r in rates[work]), flush=True)
-        return rates, replay_ms(engine)
+def label(work: Workload) -> str:
+    return f"{work.requests} x {work.prompt} -> {work.output}"
+
+
+def median(rates: list[float]) -> float | None:
+    return statistics.median(rates) if rates else None
 
 
 def row_of(name: str, work: Workload, exact: list[float], free: list[float]) -> dict:
-    anchors = ANCHORS[name, work]
-    medians = statistics.median(exact), statistics.median(free) if free else None
+    ours, other = median(exact), median(free)
     return {
         "model": name,
-        "workload": f"{work.requests} x {work.prompt} -> {work.output}",
-        "exact": round(medians[0]),
-        "unconstrained": medians[1] and round(medians[1]),
-        "exact_over_unconstrained": medians[1] and round(medians[0] / medians[1], 3),
+        "workload": label(work),
+        "exact": ours and round(ours),
+        "unconstrained": other and round(other),
+        "exact_over_unconstrained": ours and other and round(ours / other, 3),
         "runs_exact": [round(rate) for rate in exact],
         "runs_unconstrained": [round(rate) for rate in free],
-        **anchors._asdict(),
+        **ANCHORS[name, work]._asdict(),
     }
 
 
@@ -247,38 +239,74 @@ def show(rows: list[dict]) -> None:
 
 
 def run_model(name: str, works: list[Workload], options) -> tuple[list[dict], dict]:
+    sides, mixed = {True: NO_SIDE, False: NO_SIDE}, {}
     with tempfile.TemporaryDirectory() as base, replace_files():
         folder = make_folder(name, Path(base))
-        exact, bits, exact_ms = exact_side(folder, name, works, options)
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, free_ms = {work: [] for work in works}, {}
-        if not options.exact_only:
-            free, free_ms = unconstrained_side(folder, works, options)
-        torch.cuda.empty_cache()
-    rows = [row_of(name, work, exact[work], free[work]) for work in works]
-    return rows, {"bits": bits, "step_ms": exact_ms, "step_ms_unconstrained": free_ms}
+        for exact in options.sides if works else ():
+            sides[exact] = run_side(folder, works, options.repeats, exact)
+            free_memory()
+        if options.mixed and True in options.sides:
+            mixture = mixed_load.Mixture(options.mixed, updates=options.updates)
+            mixed = mixed_side(folder, mixture)
+            free_memory()
+    rates = {exact: side.rates for exact, side in sides.items()}
+    rows = [row_of(name, work, *(rates[side].get(work, []) for side in sides)) for work in works]
+    return rows, details_of(sides[True], sides[False], mixed)
 
 
-def main(arguments: list[str]) -> int:
+def free_memory() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def details_of(exact: Side, free: Side, mixed: dict) -> dict:
+    all_bits = [*exact.bits.values(), *([mixed["bits"]] if mixed else [])]
+    by_work = {name: bits._asdict() for name, bits in exact.bits.items()}
+    if mixed:
+        mixed = {**mixed, "bits": mixed["bits"]._asdict()}
+    return {
+        "bits": {**total(all_bits)._asdict(), "by_workload": by_work, "mixed": mixed},
+        "control": total(free.bits.values())._asdict(),
+        "step_ms": exact.step_ms,
+        "step_ms_unconstrained": free.step_ms,
+    }
+
+
+def is_proved(details: dict, sides: tuple[bool, ...]) -> bool:
+    """No token differs with contracts, and some do without, of those that were compared."""
+    bits, control = details["bits"], details["control"]
+    good = True not in sides or (bits["compared"] > 0 and bits["differing"] == 0)
+    return good and (not control["compared"] or control["differing"] > 0)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_engine", description=__doc__)
     parser.add_argument("--output", type=Path, help="where the JSON goes")
     parser.add_argument("--commit", help="default: git's HEAD")
-    parser.add_argument("--model", choices=list(LAYERS), help="default: both")
-    parser.add_argument("--workloads", default="0,1,2", help="of the table, by number")
+    parser.add_argument("--model", choices=["Qwen3-0.6B", "Qwen3-8B"], help="default: both")
+    parser.add_argument("--workloads", default="0,1,2", help='of the table, by number; "" for none')
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--mixed", type=int, default=300, help="requests of mixed lengths, for bits"
-    )
-    parser.add_argument("--exact-only", action="store_true")
+    parser.add_argument("--exact", choices=["on", "off", "both"], default="both")
+    parser.add_argument("--mixed", type=int, default=500, help="requests before the flood; 0: none")
+    parser.add_argument("--updates", type=int, default=2, help="of weights, in the mixed load")
     options = parser.parse_args(arguments)
+    options.sides = {"on": (True,), "off": (False,), "both": (True, False)}[options.exact]
+    numbers = [int(number) for number in options.workloads.split(",") if number]
+    if not set(numbers) <= {0, 1, 2}:
+        parser.error(f"--workloads {options.workloads}: use numbers from 0 to 2")
+    options.works = [(BIG, MIDDLE, SMALL)[number] for number in numbers]
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Print the table; 1 if bits differ, or if the control's do not."""
+    options = parsed(arguments)
     if not torch.cuda.is_available():
         print("error: no CUDA device here: run this on a machine with one", file=sys.stderr)
         return 1
-    works = [(BIG, MIDDLE, SMALL)[int(number)] for number in options.workloads.split(",")]
     rows, details = [], {}
-    for name in [options.model] if options.model else list(LAYERS):
-        new, details[name] = run_model(name, works, options)
+    for name in [options.model] if options.model else ["Qwen3-0.6B", "Qwen3-8B"]:
+        new, details[name] = run_model(name, options.works, options)
         rows += new
     show(rows)
     print(json.dumps(details, indent=1))
@@ -286,7 +314,7 @@ def main(arguments: list[str]) -> int:
         result = {**environment(options.commit), "unit": "output tokens/s", "rows": rows, **details}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    return 0 if all(is_proved(each, options.sides) for each in details.values()) else 1
 
 
 if __name__ == "__main__":

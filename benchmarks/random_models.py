@@ -53,10 +53,14 @@ def make_folder(name: str, base: Path) -> Path:
 
 @torch.no_grad()
 def random_weights(
-    folder: object, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    folder: object,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
 ) -> Weights:
     """Like `load_folder`: equal for equal shapes, whatever the dtype they are rounded to."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
     weights = Weights(config, dtype, device)
     for leaf in weights.leaves():
         if leaf.dim() == 1:
