@@ -17,7 +17,7 @@ def parse(arguments: Sequence[str] | None = None) -> RunConfig:
         ValueError: a setting cannot work; the one-line message names it.
         SystemExit: --help, or words that are no flags.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _with_choices(sys.argv[1:] if arguments is None else arguments)
     import tyro
 
     start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -39,6 +39,23 @@ def parse(arguments: Sequence[str] | None = None) -> RunConfig:
         args=words,
     )
     return resolved(config)
+
+
+def _with_choices(words: Sequence[str]) -> list[str]:
+    """The words, with those of the time when recompute was a flag spelled as its choices."""
+    spelled = {"true": "full", "false": "none"}
+    found: list[str] = []
+    for place, word in enumerate(words):
+        follows = words[place + 1] if place + 1 < len(words) else "--"
+        if word == "--trainer.no-recompute":
+            found += ["--trainer.recompute", "none"]
+        elif word == "--trainer.recompute" and follows.startswith("--"):
+            found += [word, "full"]
+        elif place and words[place - 1] == "--trainer.recompute":
+            found.append(spelled.get(word.lower(), word))
+        else:
+            found.append(word)
+    return found
 
 
 def _overlaid(record: Any, values: dict[str, Any]) -> Any:

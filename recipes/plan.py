@@ -8,7 +8,7 @@ from recipes.accuracy import informative_share
 from recipes.precision import plan_line
 from recipes.settings import RunConfig
 from recipes.task import Task
-from shared_ops.model.config import ModelConfig
+from shared_ops.model.config import ModelConfig, Recompute
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,10 +68,7 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
         trainer += parameters * size
         parameters += adapters
     token_kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * size
-    width = 8 * model.hidden_size + 4 * model.intermediate_size
-    kept = model.num_layers * width
-    if config.trainer.recompute:
-        kept = model.num_layers * model.hidden_size + width
+    kept = kept_values(model, config.trainer.recompute)
     activations = config.trainer.micro_batch_tokens * kept * size
     logits = 3 * 4 * max(1 << 24, model.vocab_size * 16)
     kv = kv_pages(config, model, task) * config.rollout.page_size * token_kv
@@ -80,6 +77,17 @@ def memory_estimate(config: RunConfig, model: ModelConfig, task: Task) -> float:
     ranks = config.trainer_ranks
     held = (trainer + kept_weights) * (1 if config.trainer.sharding == "full" else ranks)
     return parameters * size + held + kv + ranks * (activations + logits)
+
+
+def kept_values(model: ModelConfig, recompute: Recompute) -> int:
+    """Values of one token that all layers keep for the backward, and of one layer at work."""
+    rotated = (model.num_heads + model.num_kv_heads) * model.head_dim
+    fused = rotated + model.num_kv_heads * model.head_dim
+    attended = model.num_heads * model.head_dim
+    lean = 2 * model.hidden_size + fused + attended + 2 * model.intermediate_size
+    normed = 2 * model.hidden_size + rotated + model.intermediate_size
+    each = {"none": lean + normed, "selective": lean, "full": model.hidden_size}[recompute]
+    return model.num_layers * each + (lean + normed if recompute != "none" else 0)
 
 
 def _adapters(config: RunConfig, model: ModelConfig) -> list[str]:

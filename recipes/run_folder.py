@@ -133,12 +133,13 @@ def _with_defaults(before: dict[str, Any], defaults: dict[str, Any]) -> dict[str
 
 
 def _require_same(before: dict[str, Any], now: dict[str, Any], prefix: str) -> None:
-    """A longer run is no other run: `steps` may grow where no schedule depends on it."""
+    """A longer run is no other run: `steps` may grow where no schedule depends on it. Nor is one
+    that keeps more or less for its backward, with the same bits."""
     for name in now:
         old, new = before.get(name), now[name]
         if isinstance(new, dict) and isinstance(old, dict):
             _require_same(old, new, f"{prefix}{name}.")
-        elif old != new and not _may_grow(prefix + name, before, now):
+        elif old != new and not _may_change(prefix + name, before, now):
             flag = (prefix + name).replace("_", "-")
             raise SettingError(
                 f"--{flag} is {new!r} and the run to resume has {old!r}: leave it out (the run's "
@@ -146,7 +147,9 @@ def _require_same(before: dict[str, Any], now: dict[str, Any], prefix: str) -> N
             )
 
 
-def _may_grow(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+def _may_change(name: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    if name == "trainer.recompute":
+        return True
     if name != "steps":
         return False
     constant = now["trainer"]["schedule"] == before["trainer"]["schedule"] == "constant"

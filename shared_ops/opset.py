@@ -50,3 +50,8 @@ EXACT = OpSet(
     token_logprobs=token_logprobs,
     fuses=True,
 )
+
+
+def is_exact(ops: OpSet) -> bool:
+    """Whether every op is `EXACT`'s."""
+    return ops._replace(fuses=True) == EXACT

@@ -26,7 +26,8 @@ CASES = [("llama", "float32", 0.1), ("qwen3", "bfloat16", 0.0)]
 WAYS = {
     "whole": {},
     "sharded": {"sharding": "full"},
-    "recomputed": {"sharding": "full", "recompute": True},
+    "recomputed": {"sharding": "full", "recompute": "full"},
+    "ops one by one": {"recompute": "none"},
 }
 BOUNDS = (0, 6, 8, 9)  # rank r is given samples BOUNDS[r] to BOUNDS[r + 1]
 

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shared_ops.model.config import Recompute
 from shared_ops.model.lora_config import NO_LORA, LoraConfig
 
 Mode = Literal["bitwise", "none", "tis", "mis"]
@@ -37,6 +38,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "loss": ("grpo", "gspo", "cispo"),
     "aggregation": ("token", "sequence", "constant"),
     "advantage": ("group", "centered", "batch", "rloo"),
+    "recompute": ("none", "selective", "full"),
     "sharding": ("none", "full"),
     "schedule": ("constant", "linear", "cosine"),
     "dtype": ("float32", "bfloat16", "float16"),
@@ -85,8 +87,10 @@ class TrainerConfig:
         beta1, beta2, epsilon, weight_decay: AdamW; decay spares vectors (norms and biases).
         max_grad_norm: gradients are scaled down to it; 0 leaves them as they are.
         micro_batch_tokens: budget of one forward and backward, in packed tokens.
-        recompute: drop what a layer keeps for its backward and compute it again there: less memory,
-            the layers' forward twice, the same bits.
+        recompute: what a layer drops and computes again in its backward, with the same bits:
+            "none" nothing; "selective" the outputs of norms, rotations and swiglu, which costs no
+            time; "full" all but its input, which runs the layers' forward twice. False and True
+            are older words for "none" and "full".
         sharding: "full" leaves every rank only its rows of weights, masters and moments (FSDP2) and
             gathers a layer when it runs: the same bits as "none", in which each rank holds all.
         keep_versions: published versions of the weights that are kept (in dtype), so that stale
@@ -129,7 +133,7 @@ class TrainerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 8192
-    recompute: bool = False
+    recompute: Recompute = "selective"
     sharding: Sharding = "none"
     keep_versions: int = 0
     keep_versions_on: Place = "cpu"
@@ -137,6 +141,8 @@ class TrainerConfig:
     lora: LoraConfig = NO_LORA
 
     def __post_init__(self) -> None:
+        if isinstance(self.recompute, bool):
+            object.__setattr__(self, "recompute", "full" if self.recompute else "none")
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise TrainerConfigError(

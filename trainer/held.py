@@ -74,11 +74,20 @@ class Held:
         adapters = trained if isinstance(trained, Adapters) else None
         weights = self._base if adapters else trained
         assert isinstance(weights, Weights)
-        model = Decoder(self.model_config, weights, self.ops(), self.run_layer(), adapters)
+        model = Decoder(
+            self.model_config,
+            weights,
+            self.ops(),
+            self.run_layer(),
+            adapters,
+            self.config.recompute,
+        )
         return Scorer(model, self.vocab_limit)
 
     def run_layer(self) -> RunLayer:
-        return recomputed if self.config.recompute else run_plainly
+        """Exact ops are recomputed by the decoder itself."""
+        dropped = self.config.recompute == "full" and not self.config.exact
+        return recomputed if dropped else run_plainly
 
     def ops(self) -> OpSet:
         if self.config.exact:
@@ -88,14 +97,20 @@ class Held:
         return ORDINARY
 
     def backward(self, loss: Tensor) -> None:
-        """Add a round's gradient; every rank calls it alike."""
-        new = torch.autograd.grad(loss, self.weights.leaves())
-        if not self._gradients:
-            self._gradients = [torch.zeros_like(master) for master in self.masters.leaves()]
-        for gradient, part in zip(self._gradients, new, strict=True):
-            part = part.float().contiguous()
+        """Add a round's gradient; every rank calls it alike.
+
+        Each leaf's part is dropped as soon as it is added, so that the parts in the run's dtype and
+        the float32 sums are never there together in the first round.
+        """
+        parts = list(reversed(torch.autograd.grad(loss, self.weights.leaves())))
+        is_first = not self._gradients
+        for place in range(len(parts)):
+            part = parts.pop().float().contiguous()
             self.ranks.sum_([part])
-            gradient.add_(part)
+            if is_first:
+                self._gradients.append(part)
+            else:
+                self._gradients[place].add_(part)
 
     def take_gradients(self) -> list[Tensor]:
         """Float32 gradients, shaped like the leaves of `masters`, since the last call; 0 at first.

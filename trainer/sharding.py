@@ -171,7 +171,8 @@ class Sharded(Held):
             return layer(partial(run_layer, body, layer), x_TD)
 
         weights, ops = cast(Weights, sharded.root), self.ops()._replace(fuses=False)
-        model = Decoder(self.model_config, weights, ops, run_gathered)
+        recompute = self.config.recompute
+        model = Decoder(self.model_config, weights, ops, run_gathered, recompute=recompute)
         return GatheredScorer(Scorer(model, self.vocab_limit), sharded.root)
 
     def backward(self, loss: Tensor) -> None:

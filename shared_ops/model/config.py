@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -29,6 +29,8 @@ SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+Recompute = Literal["none", "selective", "full"]
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 

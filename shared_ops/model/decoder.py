@@ -8,22 +8,25 @@ from torch import Tensor
 
 from shared_ops.fused.op import is_allowed
 from shared_ops.model.adapters import NO_ADAPTERS, Adapters, project
-from shared_ops.model.config import ModelConfig
+from shared_ops.model.config import ModelConfig, Recompute
 from shared_ops.model.fused_layers import run_layers
-from shared_ops.model.kv import KV
+from shared_ops.model.kv import KV, PackedSequences
 from shared_ops.model.rope_table import RopeTable
+from shared_ops.model.trained_layer import Around, trained_layer
 from shared_ops.model.weights import Layer, Weights
-from shared_ops.opset import EXACT, OpSet
+from shared_ops.opset import EXACT, OpSet, is_exact
+from shared_ops.schedules import schedules_for
 
 Observe = Callable[[str, Tensor], None]
-RunLayer = Callable[[Callable[[Layer, Tensor], Tensor], Layer, Tensor], Tensor]
+Body = Callable[[Layer, Tensor], Tensor]
+RunLayer = Callable[[Body, Layer, Tensor], Tensor]
 
 
 def _ignore(name: str, value: Tensor) -> None:
     """Nobody looks."""
 
 
-def run_plainly(body: Callable[[Layer, Tensor], Tensor], layer: Layer, x_TD: Tensor) -> Tensor:
+def run_plainly(body: Body, layer: Layer, x_TD: Tensor) -> Tensor:
     """How a layer is run: body(layer, x_TD). Another way may drop and recompute what the body
     saves for the backward, or fetch the layer's leaves first; the values must be the body's."""
     return body(layer, x_TD)
@@ -43,9 +46,16 @@ class Decoder:
         ops: OpSet = EXACT,
         run_layer: RunLayer = run_plainly,
         adapters: Adapters | None = None,
+        recompute: Recompute = "none",
     ):
-        """run_layer: see `run_plainly`; not asked where layers run fused (ops.fuses)."""
+        """run_layer: see `run_plainly`; not asked where layers run fused (ops.fuses).
+
+        recompute: what a layer drops of its forward and computes again in the backward, with the
+        same bits: "selective" the outputs of norms, rotations and swiglu, "full" all but its input.
+        Exact ops upon packed sequences only; others keep everything.
+        """
         self.config, self.weights, self.ops, self.run_layer = config, weights, ops, run_layer
+        self.recompute = recompute
         self.adapters = adapters.layers if adapters else [NO_ADAPTERS] * config.num_layers
         self._rope = RopeTable(config.rope, config.head_dim, weights.embed_VD.device)
         self._rope.reserve(min(config.max_positions, 4096))
@@ -80,12 +90,25 @@ class Decoder:
         if may_fuse and is_allowed(x_TD, self.config.head_dim, self.ops.needs_proof):
             return run_layers(self.config, self.weights, self.adapters, self.ops, x_TD, angles, kv)
         see("embedding", x_TD)
+        around = None if observe else self._around(x_TD, angles, kv)
         for index, layer in enumerate(self.weights.layers):
             body = partial(self._layer, index, angles, kv, see)
+            if around:
+                body = partial(trained_layer, around, self.adapters[index])
             x_TD = self.run_layer(body, layer, x_TD)
         x_TD = self.ops.rmsnorm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
         see("final rmsnorm", x_TD)
         return x_TD
+
+    def _around(self, x_TD: Tensor, angles: tuple[Tensor, Tensor], kv: KV) -> Around | None:
+        """What `trained_layer` takes; None where autograd records the ops one by one."""
+        recorded = self.recompute == "none" or not torch.is_grad_enabled()
+        if recorded or not is_exact(self.ops) or not isinstance(kv, PackedSequences):
+            return None
+        with torch.no_grad():
+            fuses = is_allowed(x_TD, self.config.head_dim)
+        input_only = self.recompute == "full"
+        return Around(self.config, schedules_for(x_TD), angles, kv.starts, input_only, fuses)
 
     def _layer(
         self, index: int, angles, kv: KV, see: Observe, layer: Layer, x_TD: Tensor

@@ -1,6 +1,6 @@
 """The one seam of the decoder: where keys and values live."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -21,3 +21,13 @@ class KV(Protocol):
             [T, H, E] in the dtype of `q_THE`.
         """
         ...
+
+
+@runtime_checkable
+class PackedSequences(KV, Protocol):
+    """Whole sequences one behind the other, which `attend` hands to packed attention.
+
+    starts: B + 1 cumulative lengths.
+    """
+
+    starts: list[int]
