@@ -231,7 +231,7 @@ class Engine:
         return self.scheduler.change_weights(manifest.version, in_flight)
 
     def weights_digest(self) -> str:
-        """sha256 of the weights (or adapters) in use, as in `Manifest.digest`."""
+        """Of the weights (or adapters) in use, taken now, as in `Manifest.digest`."""
         return digest_of(self._loaded.views())
 
     def stats(self) -> dict[str, float]:

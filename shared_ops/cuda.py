@@ -67,3 +67,12 @@ def require_triton() -> str:
             f'triton {version} is too old for device "cuda": pip install "triton>={wanted}"'
         )
     return version
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled here, for what may also run without."""
+    try:
+        return bool(require_triton())
+    except DeviceError:
+        return False

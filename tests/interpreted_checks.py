@@ -18,6 +18,8 @@ from shared_ops import cuda, unconstrained
 from shared_ops.attention import kernels as attention_kernels
 from shared_ops.attention import reference as attention_reference
 from shared_ops.attention.op import PagedLayout
+from shared_ops.checksum import kernels as checksum_kernels
+from shared_ops.checksum import reference as checksum_reference
 from shared_ops.embedding import kernels as embedding_kernels
 from shared_ops.embedding import reference as embedding_reference
 from shared_ops.linear import kernels as linear_kernels
@@ -152,6 +154,17 @@ def check_sample() -> None:
     assert torch.equal(sample_kernels.draw(logits_BV, keys_B2, positions_B), wanted)
     logits_BV[:, 9] = logits_BV[:, 4096] = 50.0
     assert sample_kernels.first_argmax(logits_BV).tolist() == [9, 9, 9]
+
+
+def check_checksum() -> None:
+    """Pieces, blocks and words past the end, in memory that holds other words around."""
+    memory_W = torch.randint(-(1 << 62), 1 << 62, (9000,))
+    spans = ((0, 1), (3, 3), (5, 1029), (1029, 4101), (7, 8999))
+    words = [memory_W[first:end] for first, end in spans]
+    wanted = [checksum_reference.sums(each) for each in words]
+    for piece in (1000, 2048, 1 << 16):
+        assert checksum_kernels.sums(words, piece) == wanted
+    assert len(set(wanted)) == len(words) and checksum_kernels.sums([memory_W[:0]]) == [(0, 0)]
 
 
 def check_packed_attention() -> None:

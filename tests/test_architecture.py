@@ -20,7 +20,18 @@ MAY_IMPORT = {
     "recipes": {"recipes", "rollout", "trainer", "shared_ops"},
     "benchmarks": set(PACKAGES),
 }
-OPS = ("linear", "lora", "rmsnorm", "rope", "swiglu", "attention", "logprob", "embedding", "sample")
+OPS = (
+    "linear",
+    "lora",
+    "rmsnorm",
+    "rope",
+    "swiglu",
+    "attention",
+    "logprob",
+    "embedding",
+    "sample",
+    "checksum",
+)
 ACTORS = ("rollout/actor.py", "trainer/actor.py")
 MAY_USE = {
     "ray": ("recipes/", "benchmarks/", *ACTORS),

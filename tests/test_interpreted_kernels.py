@@ -19,6 +19,7 @@ CHECKS = (
     "embedding",
     "logprob",
     "sample",
+    "checksum",
     "packed_attention",
     "paged_attention",
     "unconstrained",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shared_ops.model.adapters import Adapters, save_adapters
 from shared_ops.model.lora_config import TENSORS_FILE
-from shared_ops.model.weights import Leaves, Weights, save_folder
+from shared_ops.model.weights import DIGEST_KIND, Leaves, Weights, save_folder
 
 FORMAT = 1
 TENSORS, STATE, DIGESTS = "training.safetensors", "state.json", "digests.json"
@@ -133,6 +133,11 @@ def check_base(path: str | Path, state: dict[str, Any], own: Leaves) -> None:
         raise CheckpointError(
             f"checkpoint {str(path)!r} holds {kinds[bool(base)]}, this trainer trains "
             f"{kinds[bool(own.base)]}; give the lora settings that it was trained with"
+        )
+    if base and not base.startswith(DIGEST_KIND):
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} names its base model by a digest of an older kind; use the "
+            "version that wrote it, or start anew from its adapters with lora.folder"
         )
     if base != own.base:
         raise CheckpointError(

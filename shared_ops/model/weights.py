@@ -20,9 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared_ops.checksum.op import checksums
 from shared_ops.model.config import ConfigError, ModelConfig, read_json
 
 TEXT_FILES = (".json", ".jinja", ".model", ".txt")
+DIGEST_KIND = "sum1:"
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -205,7 +207,7 @@ class Manifest:
     """What a publication of weights holds; plain data that travels between processes.
 
     Example: Manifest(version=3, names=("lm_head.weight", ...), shapes=((480, 128), ...),
-    dtypes=("float32", ...), digest="9f2c...").
+    dtypes=("float32", ...), digest="sum1:9f2c...").
 
     Of adapters, `base` is the digest of the frozen weights that they were trained on (else empty),
     and `scale` what their path is multiplied by.
@@ -225,13 +227,17 @@ def _dtype_name(tensor: Tensor) -> str:
 
 
 def digest_of(tensors: dict[str, Tensor]) -> str:
-    """sha256 over names, shapes, dtypes and bytes, in the order of names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}|{tuple(tensor.shape)}|{_dtype_name(tensor)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """sha256 over names, shapes, dtypes and checksums of the bytes, in the order of names.
+
+    Equal on every device (`shared_ops/checksum/op.py`); on a GPU the bytes stay there. It begins
+    with `DIGEST_KIND`, so that digests of another kind are known as such.
+    """
+    digest, names = hashlib.sha256(), sorted(tensors)
+    sums = checksums([tensors[name] for name in names])
+    for name, (low, high) in zip(names, sums, strict=True):
+        described = f"{name}|{tuple(tensors[name].shape)}|{_dtype_name(tensors[name])}"
+        digest.update(f"{described}|{high:016x}{low:016x}|".encode())
+    return DIGEST_KIND + digest.hexdigest()
 
 
 def make_manifest(version: int, tensors: dict[str, Tensor]) -> Manifest:
