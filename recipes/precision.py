@@ -105,6 +105,13 @@ class RoundingTrainerActor(TrainerActor):
         tensors = rounded(tensors, self.precision)
         return make_manifest(manifest.version, tensors), tensors
 
+    def lend(self) -> "tuple[Manifest, dict[str, Tensor]]":
+        return self.publish()
+
+    def gpu(self) -> str:
+        """Nowhere: what is published is a copy on the CPU."""
+        return ""
+
     def weights_digest(self) -> str:
         """Of the rounded weights, rounded anew: what an engine in step with this trainer holds."""
         return self.publish()[0].digest

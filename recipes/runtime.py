@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -56,11 +57,13 @@ class Sides:
     def _reports(self) -> list[Any]:
         return [self.rollout.attest(), self.trainer.attest()]
 
-    def sync_weights(self) -> bool:
-        """Publish the trainer's weights into the engine; whether the digests then agree."""
-        manifest, tensors = self.trainer.publish()
-        self.rollout.load_weights(manifest, tensors)
-        return self.rollout.weights_digest() == manifest.digest
+    def sync_weights(self) -> None:
+        """Publish the trainer's weights into the engine, which has them when this returns.
+
+        Raises:
+            WeightsError: what the engine then holds has another digest.
+        """
+        self.rollout.load_weights(*self.trainer.lend())
 
 
 class _Remote:
@@ -81,20 +84,37 @@ class _Remote:
 
 
 class _RemoteSides(Sides):
+    """Both sides in actors. shares: whether they are on one GPU, where weights need not be copied
+    to the host."""
+
+    def __init__(self, rollout: Any, trainer: Any, shares: bool):
+        super().__init__(rollout, trainer)
+        self.shares = shares
+
     def _reports(self) -> list[Any]:
         import ray
 
         handles = self.rollout._handle, *self.trainer.handles
         return _unwrapped(lambda: ray.get([handle.attest.remote() for handle in handles]))
 
-    def sync_weights(self) -> bool:
-        """The tensors go from actor to actor through the object store, not through the driver."""
+    def sync_weights(self) -> None:
+        """The tensors go from actor to actor, not through the driver: by handles on one GPU, else
+        through the object store. Shared ones change with the next step, so the load is waited for.
+        """
+        from shared_ops.model.sharing import SharingError
+
+        try:
+            self._load("share" if self.shares else "publish")
+        except SharingError as error:
+            self.shares = False
+            warnings.warn(f"weights go through host memory: {error}", stacklevel=2)
+            self._load("publish")
+
+    def _load(self, how: str) -> None:
         import ray
 
-        manifest_ref, tensors_ref = self.trainer.publish_refs()
-        loaded = self.rollout._handle.load_weights.remote(manifest_ref, tensors_ref)
-        manifest = _unwrapped(lambda: ray.get([manifest_ref, loaded]))[0]
-        return self.rollout.weights_digest() == manifest.digest
+        loaded = self.rollout._handle.load_weights.remote(*self.trainer.publication_refs(how))
+        _unwrapped(lambda: ray.get(loaded))
 
 
 def _unwrapped(call):
@@ -217,14 +237,12 @@ def _actors(config: RunConfig, model_folder: Path) -> Sides:
         trainer = start_group(make, config.trainer_ranks, options)
     else:
         trainer = TrainerGroup([make(**options)])
-    sides = _RemoteSides(_Remote(rollout), trainer)
     try:
-        _unwrapped(lambda: ray.get([rollout.version.remote()]))
-        trainer.version()
+        gpu = _unwrapped(lambda: ray.get(rollout.gpu.remote()))
+        return _RemoteSides(_Remote(rollout), trainer, shares=gpu == trainer.gpu() != "")
     except RayActorError as error:
         cause = getattr(error, "cause", None) or error
         raise RuntimeSetupError(f"an actor did not start: {str(cause).splitlines()[-1]}") from error
-    return sides
 
 
 def _gpus_per_side(config: RunConfig) -> float:

@@ -36,9 +36,12 @@ class TrainerGroup:
         parts = results(refs, edges)
         return [one for part in parts for one in part] if name != "step" else parts[0]
 
-    def publish_refs(self) -> tuple[Any, Any]:
-        """References to the first rank's manifest and tensors; every rank takes part."""
-        refs = [handle.publish.options(num_returns=2).remote() for handle in self.handles]
+    def publication_refs(self, how: str) -> tuple[Any, Any]:
+        """References to the first rank's manifest and tensors; every rank takes part.
+
+        how: the method that publishes, "publish" or "share".
+        """
+        refs = [getattr(each, how).options(num_returns=2).remote() for each in self.handles]
         return tuple(refs[0])
 
 

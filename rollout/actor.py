@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
     from rollout.async_engine import Piece
     from shared_ops.attest import Report
+    from shared_ops.model.sharing import SharedTensors
     from shared_ops.model.weights import Manifest
+
+    Published = dict[str, Tensor] | SharedTensors
 
 
 class RolloutActor:
@@ -34,10 +37,12 @@ class RolloutActor:
         import torch
 
         from rollout.engine import Engine
+        from shared_ops.model.sharing import Opener
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.engine = Engine(model_folder, config, decode)
+        self._opener = Opener()
 
     def generate(
         self,
@@ -48,9 +53,23 @@ class RolloutActor:
         return self.engine.generate(prompts, params, environment=environment)
 
     def load_weights(
-        self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
+        self, manifest: Manifest, tensors: Published, in_flight: InFlight | None = None
     ) -> list[Completion]:
-        return self.engine.load_weights(manifest, tensors, in_flight)
+        """As `Engine.load_weights`; tensors that are shared stay where they are until then.
+
+        Raises:
+            SharingError: the shared tensors cannot be opened here; nothing has changed.
+        """
+        return self.engine.load_weights(manifest, self._opened(tensors), in_flight)
+
+    def _opened(self, tensors: Published) -> dict[str, Tensor]:
+        return tensors if isinstance(tensors, dict) else self._opener.open(tensors)
+
+    def gpu(self) -> str:
+        """The engine's GPU, as `gpu_of`; empty for another device."""
+        from shared_ops.model.sharing import gpu_of
+
+        return gpu_of(self.engine.device)
 
     def weights_digest(self) -> str:
         return self.engine.weights_digest()
@@ -107,9 +126,9 @@ class AsyncRolloutActor(RolloutActor):
         return list(await asyncio.gather(*calls))
 
     async def load_weights(  # type: ignore[override]
-        self, manifest: Manifest, tensors: dict[str, Tensor], in_flight: InFlight | None = None
+        self, manifest: Manifest, tensors: Published, in_flight: InFlight | None = None
     ) -> list[Completion]:
-        return await self.front.load_weights(manifest, tensors, in_flight)
+        return await self.front.load_weights(manifest, self._opened(tensors), in_flight)
 
     async def stream(
         self,

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shared_ops.attest import Report
+    from shared_ops.model.sharing import SharedTensors
     from shared_ops.model.weights import Manifest
 
 
 class TrainerActor:
     """The trainer's methods as remote calls; arguments and results are plain data and tensors.
 
-    Published tensors have storages of their own, so they do not change with the next step.
+    `publish` gives tensors in storages of their own, which do not change with the next step;
+    `lend` and `share` copy nothing, so an engine must have loaded theirs before it.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class TrainerActor:
         """num_threads: torch's threads in this process; None leaves them as they are."""
         import torch
 
+        from shared_ops.model.sharing import Sharer
         from trainer.trainer import Trainer
 
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self.trainer = Trainer(model_folder, config)
+        self._sharer = Sharer()
 
     def step(self, samples: Sequence[TrainSample]) -> TrainStats:
         return self.trainer.step(samples)
@@ -55,6 +59,25 @@ class TrainerActor:
         from trainer.publish import own_storage
 
         return own_storage(self.trainer.publish())
+
+    def lend(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """For an engine in this process: the tensors alias the weights."""
+        return self.trainer.publish()
+
+    def share(self) -> tuple[Manifest, SharedTensors]:
+        """For an engine in another process on the same GPU: `lend`, by handles.
+
+        Raises:
+            SharingError: the weights are on no GPU, or its memory cannot be shared.
+        """
+        manifest, tensors = self.trainer.publish()
+        return manifest, self._sharer.share(tensors)
+
+    def gpu(self) -> str:
+        """Where what is published lies, as `gpu_of`; empty where it cannot be shared."""
+        from shared_ops.model.sharing import gpu_of
+
+        return gpu_of(self.trainer.ranks.device)
 
     def weights_digest(self) -> str:
         return self.trainer.publish()[0].digest

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shared_ops.model.weights import Leaves, Manifest, make_manifest
@@ -24,8 +25,12 @@ def publish(version: int, weights: Leaves) -> Publication:
 def own_storage(publication: Publication) -> Publication:
     """The same on the CPU, each tensor in a storage of its own.
 
-    For sending to another process: pickling a view would send the whole storage behind it, the
-    fused q, k and v three times.
+    For sending to another process through host memory: pickling a view would send the whole storage
+    behind it, the fused q, k and v three times.
     """
     manifest, tensors = publication
-    return manifest, {name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return manifest, {name: _on_host(tensor) for name, tensor in tensors.items()}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
