@@ -6,6 +6,7 @@ Every completion is compared, bit for bit, with what its request gives alone in 
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,11 +14,13 @@ import pytest
 from engine_alone import Alone, assert_as_alone
 from toy_models import toy_folder
 
-from recipes.runtime import _runtime_env
+from recipes.runtime import _Remote, _RemoteSides, _runtime_env
+from recipes.trainer_group import TrainerGroup
 from rollout import Completion, EngineConfig, SamplingParams
 from rollout.actor import AsyncRolloutActor, remote_class
 from rollout.config import EngineError
 from shared_ops.model.weights import make_manifest
+from trainer.actor import remote_class as trainer_class
 
 pytestmark = pytest.mark.ray
 
@@ -203,3 +206,16 @@ def test_a_traced_token_has_its_logprob_while_others_are_drawn(ray, served):
     traced = ray.get(served.handle.trace.remote(one.prompt_ids, one.token_ids, position))
     assert traced["logprob"].item() == one.logprobs[11]
     ray.get(call, timeout=ASIDE)
+
+
+def test_sides_that_cannot_share_go_through_host_memory_with_one_warning(ray, folder):
+    engine = remote_class(num_cpus=0.5).remote(str(folder), TIGHT, 1)
+    trainer = TrainerGroup([trainer_class(num_cpus=0.5).remote(str(folder), None, 1)])
+    sides = _RemoteSides(_Remote(engine), trainer, shares=True)
+    assert sides.rollout.gpu() == sides.trainer.gpu() == ""
+    with pytest.warns(UserWarning, match=r"^weights go through host memory: .* not on one GPU$"):
+        sides.sync_weights()
+    assert not sides.shares and sides.rollout.weights_digest() == sides.trainer.weights_digest()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sides.sync_weights()

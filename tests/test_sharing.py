@@ -10,7 +10,7 @@ from toy_models import toy_folder
 
 from recipes.command_line import parse
 from recipes.models import local_folder
-from recipes.runtime import _RemoteSides, start
+from recipes.runtime import start
 from recipes.settings import EMBEDDED
 from rollout import LoraConfig
 from shared_ops.model import weights as weights_module
@@ -57,14 +57,9 @@ def test_what_is_on_no_gpu_is_not_shared(weights):
     Opener().close()
 
 
-def sides_of(**flags: str):
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    return start(parse([*SMALL, *words]), local_folder(EMBEDDED, None))
-
-
 def test_in_one_process_nothing_is_copied_and_each_side_takes_one_digest(monkeypatch):
     taken, real = [], weights_module.checksums
-    with sides_of(runtime="inline") as sides:
+    with start(parse(SMALL), local_folder(EMBEDDED, None)) as sides:
         own = {leaf.data_ptr() for leaf in sides.trainer.trainer._held.weights.leaves()}
         lent = sides.trainer.lend()[1].values()
         assert {each.untyped_storage().data_ptr() for each in lent} == own
@@ -75,16 +70,4 @@ def test_in_one_process_nothing_is_copied_and_each_side_takes_one_digest(monkeyp
         )
         sides.sync_weights()
         assert taken == [len(lent)] * 2
-        assert sides.rollout.weights_digest() == sides.trainer.weights_digest()
-
-
-@pytest.mark.ray
-def test_actors_that_cannot_share_go_through_host_memory_with_one_warning():
-    with sides_of(runtime="ray") as sides:
-        assert isinstance(sides, _RemoteSides) and not sides.shares
-        sides.shares = True
-        with pytest.warns(UserWarning, match="^weights go through host memory: .* not on one GPU$"):
-            sides.sync_weights()
-        assert not sides.shares
-        sides.sync_weights()
         assert sides.rollout.weights_digest() == sides.trainer.weights_digest()

@@ -11,8 +11,10 @@ import torch
 from toy_models import toy_folder
 from train_samples import drawn, unscored
 
+from shared_ops.model.lora_config import LoraConfig
+from shared_ops.model.weights import DIGEST_KIND
 from trainer import CheckpointError, Trainer, TrainerConfig
-from trainer.checkpoint import find_latest, keep_last
+from trainer.checkpoint import check_base, find_latest, keep_last
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +197,13 @@ def test_a_missing_checkpoint_and_an_unknown_format_are_named(folder, tmp_path):
     digests.write_text(json.dumps(sums))
     with pytest.raises(CheckpointError, match="has format 99, this program reads 1"):
         trainer.load(tmp_path / "step-1")
+
+
+def test_a_base_named_by_an_older_kind_of_digest_is_told_apart(folder):
+    trainer = trainer_of(folder, lora=LoraConfig(rank=2))
+    own = trainer.publish()[0]
+    state = {"base": own.base, "scale": own.scale}
+    weights = trainer._held.weights
+    check_base("step-1", state, weights)
+    with pytest.raises(CheckpointError, match=r"step-1' names its base .* of an older kind; use"):
+        check_base("step-1", state | {"base": own.base.removeprefix(DIGEST_KIND)}, weights)
