@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from recipes.presets import preset_of
 from recipes.run_folder import started_with
-from recipes.settings import RunConfig, preset_of, resolved
+from recipes.settings import RunConfig, resolved
 
 
 def parse(arguments: Sequence[str] | None = None) -> RunConfig:

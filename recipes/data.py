@@ -1,4 +1,4 @@
-"""Questions with gold answers, from three sources, and the order in which training asks them."""
+"""Questions with gold answers, from four sources, and the order in which training asks them."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -8,10 +8,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from recipes import hub, wordproblems
+from recipes import arithmetic, hub, wordproblems
 from recipes.answers import gold_number
 
-EMBEDDED = "embedded"
+EMBEDDED, ARITHMETIC = "embedded", "arithmetic"
 EMBEDDED_SIZE = {"train": 8192, "test": 512}
 # Unseen ones: the warm start learned from train problems and was tuned on test problems from 0 on.
 EMBEDDED_FIRST = {"train": 1_000_000, "test": 1_000}
@@ -51,8 +51,9 @@ class Problems:
 def load_problems(source: str, split: str, limit: int | None = None) -> Problems:
     """The first `limit` problems of a split (all where None).
 
-    source: "embedded" (own word problems, no file), a folder with train.jsonl and test.jsonl, or
-    the name of a data set on the hub in GSM8K's form, such as openai/gsm8k.
+    source: "embedded" (own word problems, no file), "arithmetic" (sums of two small numbers, no
+    file), a folder with train.jsonl and test.jsonl, or the name of a data set on the hub in
+    GSM8K's form, such as openai/gsm8k.
     Raises DataError (a row is named by file and line) or hub.HubError, in one line.
     """
     if split not in SPLITS:
@@ -63,6 +64,9 @@ def load_problems(source: str, split: str, limit: int | None = None) -> Problems
         )
     if source == EMBEDDED:
         rows = _embedded(split, limit)
+    elif source == ARITHMETIC:
+        named = enumerate(arithmetic.problems(split))
+        rows = ((f"{ARITHMETIC} {split} problem {index}", problem) for index, problem in named)
     elif Path(source).expanduser().is_dir():
         rows = _folder(Path(source).expanduser(), split)
     else:

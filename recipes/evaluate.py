@@ -10,11 +10,17 @@ from recipes.task import Task
 from rollout.request import SamplingParams
 
 FORMS = ("strict", "lenient")
+LENIENT_REWARD = "recipes.gsm8k.lenient_reward"
 
 
 def sampled_kind(samples: int, form: str) -> str:
     """The name of the mean accuracy of samples: `sampled_<form>` of one, `avg@k_<form>` of k."""
     return f"sampled_{form}" if samples == 1 else f"avg@{samples}_{form}"
+
+
+def rewarded_form(config: RunConfig) -> str:
+    """The form whose accuracy the run's reward is after."""
+    return "lenient" if LENIENT_REWARD in config.reward_functions else "strict"
 
 
 def evaluate(sides: Sides, task: Task, config: RunConfig) -> dict[str, Accuracy]:
@@ -57,12 +63,14 @@ def as_metrics(results: dict[str, Accuracy]) -> dict[str, Any]:
     return metrics
 
 
-def best_step(evaluations: Iterable[Mapping[str, Any]], samples: int) -> int | None:
+def best_step(
+    evaluations: Iterable[Mapping[str, Any]], samples: int, form: str = "strict"
+) -> int | None:
     """The step of the best record of evaluations.jsonl, the first of equals; step 0 does not count.
 
-    Best is the largest strict accuracy of samples: it varies less than greedy accuracy, and is what
-    the reward measures.
+    Best is the largest accuracy of samples in this form: it varies less than greedy accuracy, and
+    is what the reward measures.
     """
-    name = f"eval/{sampled_kind(samples, 'strict')}"
+    name = f"eval/{sampled_kind(samples, form)}"
     trained = [row for row in evaluations if row["step"] and name in row]
     return max(trained, key=lambda row: (row[name], -row["step"]))["step"] if trained else None

@@ -10,6 +10,7 @@ from typing import Any
 
 from recipes.answers import boxed_answer, gold_number, lenient_answer, strict_answer
 
+NUMBER_INSTRUCTION = "Answer with the number."
 INSTRUCTION = "Reason step by step, then write the final answer as a number after '####'."
 BOXED_INSTRUCTION = r"Reason step by step, then write the final answer as a number in \boxed{}."
 
@@ -28,6 +29,11 @@ def correctness_reward(
     Raises TaskError, naming the row, for a gold answer without a number.
     """
     return _score(strict_answer if strict else lenient_answer, completions, answer)
+
+
+def lenient_reward(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:
+    """`correctness_reward`, not strict: for models that do not know the form with `####` yet."""
+    return correctness_reward(completions, answer, strict=False)
 
 
 def boxed_reward(completions: list[str], answer: list[str], **columns: Any) -> list[float | None]:

@@ -55,6 +55,9 @@ def _zero_rewards(completions) -> str:
 
 def _answer_form(completions) -> str:
     texts = [one.get("completion", "") for one in completions]
+    # A reward that was earned without the form does not ask for it.
+    if any((one.get("reward") or 0) > 0 for one in completions):
+        return ""
     if any(strict_answer(text) is not None for text in texts):
         return ""
     lenient = sum(lenient_answer(text) is not None for text in texts)

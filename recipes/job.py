@@ -12,7 +12,7 @@ from recipes.asking import source_of
 from recipes.audit import first_differing_op, require_all_compared, require_known_policy
 from recipes.drawing import Drawn
 from recipes.durable import read_lines
-from recipes.evaluate import as_metrics, best_step, evaluate, sampled_kind
+from recipes.evaluate import as_metrics, best_step, evaluate, rewarded_form, sampled_kind
 from recipes.plan import signal_line
 from recipes.run_folder import RunFolder
 from recipes.runlog import RunLog
@@ -99,7 +99,8 @@ class Job:
         for kind, accuracy in results.items():
             self.log.say(f"{when:<7} {kind.replace('_', ', '):<16} {accuracy}")
         if results and when == "before":
-            share = results[sampled_kind(self.config.evaluation.samples, "strict")].share
+            kind = sampled_kind(self.config.evaluation.samples, rewarded_form(self.config))
+            share = results[kind].share
             self.log.say(signal_line(share, self.config, "measured"))
         if results:
             self.log.evaluation(step, as_metrics(results))
@@ -249,7 +250,8 @@ class Job:
         if not self.config.evaluation.every:
             return None
         samples = self.config.evaluation.samples
-        return best_step(read_lines(self.log.evaluations_path), samples)
+        evaluations = read_lines(self.log.evaluations_path)
+        return best_step(evaluations, samples, rewarded_form(self.config))
 
     def end(self) -> dict[str, str]:
         """Evaluate, and close the log with its table and picture; the paths of all files."""

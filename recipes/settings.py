@@ -1,4 +1,4 @@
-"""What a run is: one frozen record, presets that return one, and the command line made from it.
+"""What a run is: one frozen record, and what must agree in it. recipes/presets.py has the presets.
 
 No torch here: `--help` has to answer at once.
 """
@@ -6,16 +6,14 @@ No torch here: `--help` has to answer at once.
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
-from recipes.gsm8k import INSTRUCTION
 from rollout.config import EngineConfig
 from rollout.request import LEAST_TEMPERATURE, RequestError, SamplingParams
 from shared_ops.model.lora_config import NO_LORA, LoraConfig
 from trainer.config import TrainerConfig
 
 EMBEDDED = "embedded"
-GSM8K = "openai/gsm8k"
 
 Mode = Literal["bitwise", "none", "tis", "mis"]
 
@@ -31,7 +29,7 @@ class EvalConfig:
     Attributes:
         problems: how many of the test split; 0 leaves evaluation out.
         every: also after every so many steps; 0 is only before and after. The checkpoint with the
-            best strict accuracy of samples is then kept beside the newest ones.
+            best accuracy of samples is then kept beside the newest ones.
         samples: how many draws of each problem (k); above 1 the kinds are avg@k and pass@k.
     """
 
@@ -60,11 +58,12 @@ class RunConfig:
     """One GRPO run on GSM8K-like problems.
 
     Attributes:
-        preset: tiny, smollm2-135m, qwen2.5-0.5b or qwen3-0.6b; the other settings start from it.
+        preset: tiny, smollm2-135m, smollm2-135m-arithmetic, qwen2.5-0.5b or qwen3-0.6b; the other
+            settings start from it.
         model: "embedded" (the project's own tiny one), a Hugging Face folder, a GGUF file, or a
             hub name.
-        data: "embedded" (own word problems), a folder with train.jsonl and test.jsonl, or a hub
-            name.
+        data: "embedded" (own word problems), "arithmetic" (sums of two small numbers), a folder
+            with train.jsonl and test.jsonl, or a hub name.
         steps: batches of fresh completions.
         seed: of the data order, the draws and nothing else.
         out: folder of the run; None makes a new one under runs/.
@@ -232,79 +231,6 @@ def _flag(name: str) -> str:
 def gpu_present() -> bool:
     """Whether an NVIDIA driver is loaded, found out without importing torch."""
     return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
-
-
-def tiny() -> RunConfig:
-    """The embedded model and problems: everything in minutes on a laptop."""
-    return RunConfig(
-        trainer=TrainerConfig(learning_rate=3e-4),
-        rollout=EngineConfig(max_sequences=256, max_batch_tokens=4096),
-        expected_accuracy=0.3,
-    )
-
-
-def _named(preset: str, model: str, expected_accuracy: float | None = None) -> RunConfig:
-    """GSM8K with a named model; a CPU gets a batch that it can hold out against."""
-    size: dict[str, Any] = {
-        "prompts_per_step": 32,
-        "group_size": 16,
-        "max_tokens": 512,
-        "steps": 100,
-    }
-    if not gpu_present():
-        size: dict[str, Any] = {
-            "prompts_per_step": 4,
-            "group_size": 4,
-            "max_tokens": 128,
-            "steps": 10,
-        }
-    return RunConfig(
-        preset=preset,
-        model=model,
-        expected_accuracy=expected_accuracy,
-        data=GSM8K,
-        instruction=INSTRUCTION,
-        evaluation=EvalConfig(problems=1319 if gpu_present() else 16),
-        trainer=TrainerConfig(
-            learning_rate=1e-6,
-            warmup_steps=5,
-            micro_batch_tokens=8192 if gpu_present() else 1024,
-        ),
-        **size,
-    )
-
-
-def smollm2_135m() -> RunConfig:
-    return _named("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", expected_accuracy=0.004)
-
-
-def qwen25_05b() -> RunConfig:
-    return _named("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct", expected_accuracy=0.3)
-
-
-def qwen3_06b() -> RunConfig:
-    return _named("qwen3-0.6b", "Qwen/Qwen3-0.6B", expected_accuracy=0.4)
-
-
-PRESETS = {
-    "tiny": tiny,
-    "smollm2-135m": smollm2_135m,
-    "qwen2.5-0.5b": qwen25_05b,
-    "qwen3-0.6b": qwen3_06b,
-}
-
-
-def preset_of(name: str | None, model: str | None) -> RunConfig:
-    """Where settings start: the named preset; a named model; else by whether there is a GPU.
-
-    Raises:
-        SettingError: no such preset.
-    """
-    if name is not None and name not in PRESETS:
-        raise SettingError(f"--preset {name}: use one of {', '.join(PRESETS)}")
-    if name is None and model is not None:
-        return _named("custom", model)
-    return PRESETS[name or ("qwen3-0.6b" if gpu_present() else "tiny")]()
 
 
 def resolved(config: RunConfig) -> RunConfig:

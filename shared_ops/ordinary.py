@@ -14,6 +14,10 @@ from shared_ops.logprob.restricted import Restriction, restrict
 from shared_ops.lora.spans import Spans, pieces
 from shared_ops.opset import OpSet
 
+# Many sequences are padded and run in one call, unless that makes too many positions of each real
+# one: on a GPU hundreds of short calls a layer cost more than the padding.
+MANY, MOST_PADDING = 16, 4
+
 
 def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return F.linear(x_TK, w_NK, bias_N)
@@ -60,8 +64,24 @@ def _attend(q_QHE: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> Tensor:
 
 
 def packed_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: list[int]) -> Tensor:
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if len(lengths) >= MANY and len(lengths) * max(lengths) <= MOST_PADDING * starts[-1]:
+        return _attend_padded(q_THE, k_TKE, v_TKE, starts, lengths)
     spans = [slice(*pair) for pair in itertools.pairwise(starts)]
     return torch.cat([_attend(q_THE[span], k_TKE[span], v_TKE[span]) for span in spans])
+
+
+def _attend_padded(
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, starts: list[int], lengths: list[int]
+) -> Tensor:
+    """Causal attention of B sequences in one call, each padded at its end to L positions."""
+    places_L = torch.arange(max(lengths))
+    real_BL = places_L < torch.tensor(lengths).unsqueeze(1)
+    rows_BL = torch.where(real_BL, torch.tensor(starts[:-1]).unsqueeze(1) + places_L, 0)
+    real_BL, rows_BL = real_BL.to(q_THE.device), rows_BL.to(q_THE.device)
+    q_BHLE, k_BKLE, v_BKLE = (x[rows_BL].transpose(1, 2) for x in (q_THE, k_TKE, v_TKE))
+    o_BHLE = F.scaled_dot_product_attention(q_BHLE, k_BKLE, v_BKLE, is_causal=True, enable_gqa=True)
+    return o_BHLE.transpose(1, 2)[real_BL]
 
 
 def paged_attention(q_THE: Tensor, k_pages_PSKE: Tensor, v_pages_PSKE: Tensor, layout) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 from recipes import hub
 from recipes.accuracy import Accuracy, informative_share, wilson_interval
 from recipes.data import DataError, load_problems, prompt_indices
-from recipes.gsm8k import TaskError, correctness_reward, encode_prompts
+from recipes.gsm8k import TaskError, correctness_reward, encode_prompts, lenient_reward
 
 
 def test_embedded_problems():
@@ -25,6 +25,28 @@ def test_embedded_problems():
     columns = train.columns([3, 1], repeat=2)
     assert columns["question"] == [train.questions[i] for i in (3, 3, 1, 1)]
     assert correctness_reward(columns["answer"], **columns) == [1.0] * 4
+
+
+def test_arithmetic_problems():
+    train, test = load_problems("arithmetic", "train"), load_problems("arithmetic", "test")
+    assert (len(train), len(test)) == (537, 137)
+    assert len({*train.questions, *test.questions}) == 674
+    assert load_problems("arithmetic", "train", 10).questions == train.questions[:10]
+    for problems in (train, test):
+        for question, answer in zip(problems.questions, problems.answers, strict=True):
+            left, sign, right = question.removeprefix("What is ").removesuffix("?").split()
+            a, b = int(left), int(right)
+            result = {"+": a + b, "-": a - b, "x": a * b}[sign]
+            assert answer == f"{a} {sign} {b} = {result}\n#### {result}" and result >= 0
+        assert correctness_reward(list(problems.answers), list(problems.answers)) == [1.0] * len(
+            problems
+        )
+
+
+def test_the_lenient_reward_takes_the_last_number():
+    said = ["9 + 5 is 14.", "14, or 15", "#### 14 and 3 more", "none"]
+    assert lenient_reward(said, ["#### 14"] * 4) == [1.0, 0.0, 1.0, 0.0]
+    assert correctness_reward(said, ["#### 14"] * 4) == [0.0, 0.0, 1.0, 0.0]
 
 
 def write_split(folder: Path, *lines: str) -> str:

@@ -7,8 +7,9 @@ import pytest
 from test_recipe import SMALL, lines
 
 from recipes.accuracy import Accuracy, average_accuracy, pass_accuracy, wilson_interval
-from recipes.evaluate import best_step
+from recipes.evaluate import best_step, rewarded_form
 from recipes.grpo_gsm8k import main
+from recipes.settings import RunConfig
 
 
 def test_averages_and_passes_are_counted_by_problem():
@@ -54,6 +55,13 @@ def test_the_best_step_is_the_first_of_the_highest_after_the_start():
     assert best_step(rows, 2) == 2
     assert best_step(rows[:1], 2) is None
     assert best_step(rows, 1) is None
+    lenient = [{**row, "eval/avg@2_lenient": row["step"]} for row in rows]
+    assert best_step(lenient, 2, "lenient") == 3
+
+
+@pytest.mark.parametrize(("reward", "form"), [("correctness", "strict"), ("lenient", "lenient")])
+def test_the_form_that_counts_is_the_rewards(reward, form):
+    assert rewarded_form(RunConfig(reward_functions=(f"recipes.gsm8k.{reward}_reward",))) == form
 
 
 def test_a_run_evaluates_every_step_with_k_samples(tmp_path):

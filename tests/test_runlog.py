@@ -299,6 +299,8 @@ def test_a_healthy_step_has_no_complaints():
     half_cut = [completion(), completion("x", 0.0, "length")]
     assert complaints({"frac_reward_zero_std": 0.8}, half_cut) == {}
     assert complaints({}, []) == {}
+    earned_without_the_form = [completion("it is 18", 1.0), completion("no idea", 0.0)]
+    assert complaints(HEALTHY, earned_without_the_form) == {}
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,12 @@ def test_a_healthy_step_has_no_complaints():
         ("truncated", "--max-tokens", {}, [completion(reason="length")] * 2 + [completion()]),
         ("dead groups", "--group-size", {"frac_reward_zero_std": 0.81}, HEALTHY_BATCH),
         ("zero rewards", "completions.jsonl", {}, [completion(reward=0.0), completion("", None)]),
-        ("answer form", "--instruction", {}, [completion("it is 18"), completion("no idea")]),
+        (
+            "answer form",
+            "--instruction",
+            {},
+            [completion("it is 18", -1.0)] * 2,
+        ),
         ("unjudged", "reward functions", {}, [completion(reward=None)] * 2),
     ],
 )

@@ -3,6 +3,7 @@ test_gpu_unconstrained.py, masks and indices are in interpreted_checks.py."""
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from toy_models import toy_folder
 
 from rollout import Engine, EngineConfig
+from shared_ops import ordinary
 from shared_ops.fused.op import Widths, allow, is_allowed
 from shared_ops.opset import EXACT
 from shared_ops.ordinary import ORDINARY
@@ -57,6 +59,26 @@ def test_products_are_as_accurate_as_the_contracts(with_bias):
     ]
     assert errors[0] <= 2 * errors[1]
     assert torch.equal(library_product(x_TK, w_NK, torch.float32), ORDINARY.linear(x_TK, w_NK))
+
+
+def test_many_sequences_padded_into_one_call_are_those_one_by_one(monkeypatch):
+    torch.manual_seed(3)
+    lengths = [5, 9, 1, 12, 7] * 4
+    starts = [0, *itertools.accumulate(lengths)]
+    sizes = ((starts[-1], heads, 64) for heads in (9, 3, 3))
+    leaves = [torch.randn(size, dtype=torch.float64, requires_grad=True) for size in sizes]
+
+    def run() -> list[torch.Tensor]:
+        out = ordinary.packed_attention(*leaves, starts)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    padded = run()
+    monkeypatch.setattr(ordinary, "_attend_padded", None)
+    with pytest.raises(TypeError):
+        run()
+    monkeypatch.setattr(ordinary, "MANY", len(lengths) + 1)
+    for one, other in zip(padded, run(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
 
 
 def test_fused_launches_wait_for_proof_only_where_bits_are_promised():
