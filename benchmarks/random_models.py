@@ -1,5 +1,6 @@
-"""Models of published shapes, and a small one for a CPU, with random weights made where they run:
-speed does not depend on them.
+"""Models of published shapes, and smaller ones, with random weights made where they run: speed does
+not depend on them. random-42M is for a CPU; random-71M has four layers of Qwen3-0.6B's shapes and a
+short vocabulary, so that a GPU has work to do and little of it.
 
 The folder holds a config.json and no weights; `replace_files` lets the engine and the trainer
 make theirs from a seed where they would read a file.
@@ -18,13 +19,14 @@ from shared_ops.model.config import ModelConfig
 from shared_ops.model.weights import Weights
 
 SMALL = Model("random-42M", 512, 1536, 8, 4, 64, 8192)
-LAYERS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "random-42M": 12}
-TIED = {"Qwen3-0.6B": True, "Qwen3-8B": False, "random-42M": True}
+SHALLOW = Model("random-71M", 1024, 3072, 16, 8, 128, 8192)
+LAYERS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "random-42M": 12, "random-71M": 4}
+UNTIED = ("Qwen3-8B",)
 SCALE = 0.02
 
 
 def model_of(name: str) -> Model:
-    return next(model for model in (*MODELS, SMALL) if model.name == name)
+    return next(model for model in (*MODELS, SMALL, SHALLOW) if model.name == name)
 
 
 def make_folder(name: str, base: Path) -> Path:
@@ -45,7 +47,7 @@ def make_folder(name: str, base: Path) -> Path:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "hidden_act": "silu",
-        "tie_word_embeddings": TIED[name],
+        "tie_word_embeddings": name not in UNTIED,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     return folder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from unittest import mock
 
 import torch
 
 from rollout import Completion, Engine, EngineConfig, SamplingParams
 from shared_ops.model.weights import make_manifest
+from shared_ops.ordinary import ORDINARY
 
 
 class Weights:
@@ -20,6 +22,14 @@ class Weights:
     def load(self, engine: Engine, version: int, in_flight="recompute") -> list[Completion]:
         tensors = self.sets[version % 2]
         return engine.load_weights(make_manifest(version, tensors), tensors, in_flight)
+
+
+def ordinary_engine(folder, **settings) -> Engine:
+    """With torch's own ops on any device: an engine with exact=False has them on a CPU only, and on
+    a GPU the library may give small products the bits of the contracts."""
+    config = EngineConfig(exact=False, cuda_graphs=False, **settings)
+    with mock.patch("rollout.engine.sampler_ops", lambda exact, device: ORDINARY):
+        return Engine(folder, config)
 
 
 class Alone:

@@ -149,7 +149,7 @@ def _row_tile(tiles_ptr, starts_ptr, contexts_ptr, GROUP: tl.constexpr, ROWS: tl
     return sequence, start, context - queries, query, head, valid, lowest, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def forward(
     q_ptr,
     k_ptr,
