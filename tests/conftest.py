@@ -11,3 +11,4 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from hypothesis import settings
 
 settings.register_profile("thorough", max_examples=1000)
+settings.register_profile("short", max_examples=40)

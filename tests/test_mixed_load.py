@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
+from engine_alone import ordinary_engine
+from gpu import needs_gpu
 from toy_models import toy_folder
 
 from benchmarks import mixed_load
@@ -18,16 +19,18 @@ from shared_ops.model.weights import make_manifest
 from trainer.score import Scorer
 
 MIXTURE = Mixture(requests=14, longest=330, flood=10, fewest=2, most=6, updates=1)
-CONFIG = EngineConfig(max_sequences=10, prefill_chunk=140, max_batch_tokens=300, num_pages=45)
+LIMITS = {"max_sequences": 10, "prefill_chunk": 140, "max_batch_tokens": 300, "num_pages": 45}
+CPU = {"device": "cpu", "dtype": "float32"}
+CUDA = pytest.param({"device": "cuda", "dtype": "bfloat16"}, marks=needs_gpu, id="cuda")
 Run = tuple[list[Completion], mixed_load.Watch, dict[int, Scorer]]
 
 
-def served(folder, exact: bool) -> Run:
-    policies = {0: policy(folder, torch.float32, "cpu")[1]}
-    engine = Engine(folder, replace(CONFIG, exact=exact))
+def served(folder, engine: Engine) -> Run:
+    place = engine.dtype, engine.device
+    policies = {0: policy(folder, *place)[1]}
 
     def change(version: int) -> None:
-        weights, policies[version] = policy(folder, torch.float32, "cpu", seed=version)
+        weights, policies[version] = policy(folder, *place, seed=version)
         engine.load_weights(make_manifest(version, weights.views()), weights.views())
 
     completions, watch = mixed_load.run(engine, MIXTURE, change)
@@ -39,18 +42,23 @@ def folder(tmp_path_factory):
     return toy_folder(tmp_path_factory.mktemp("mixed") / "model", "qwen3")
 
 
+@pytest.fixture(scope="module", params=[pytest.param(CPU, id="cpu"), CUDA])
+def place(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(folder) -> Run:
+def run(folder, place) -> Run:
     with replace_files(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_load, "FLOOD_MORE", 70)
-        return served(folder, exact=True)
+        return served(folder, Engine(folder, EngineConfig(**LIMITS, **place)))
 
 
 def test_nothing_differs_in_a_load_with_everything_in_it(run):
     completions, watch, policies = run
     counts = require_all(watch, MIXTURE, completions)
-    assert counts["smallest batch"] == 1 and counts["largest batch"] == CONFIG.max_sequences
-    assert counts["longest prompt"] > 2 * CONFIG.prefill_chunk and counts["updates"] == 1
+    assert counts["smallest batch"] == 1 and counts["largest batch"] == LIMITS["max_sequences"]
+    assert counts["longest prompt"] > LIMITS["prefill_chunk"] and counts["updates"] == 1
     bits = bits_of(policies, completions)
     assert total(bits) == Bits(sum(len(one.token_ids) for one in completions), 0, 0)
     parts = by_ingredient(watch, completions, bits)
@@ -58,10 +66,10 @@ def test_nothing_differs_in_a_load_with_everything_in_it(run):
     assert all(part.compared > 0 == part.differing for part in parts.values())
 
 
-def test_the_comparison_sees_ordinary_ops_other_weights_and_nan(folder, run):
+def test_the_comparison_sees_ordinary_ops_other_weights_and_nan(folder, place, run):
     with replace_files(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_load, "FLOOD_MORE", 0)
-        completions, _, policies = served(folder, exact=False)
+        completions, _, policies = served(folder, ordinary_engine(folder, **LIMITS, **place))
     assert total(bits_of(policies, completions)).differing > 0
     completions, _, policies = run
     crossed = [one for one in completions if len(set(one.policy_versions)) == 2][:2]
