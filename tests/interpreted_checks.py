@@ -37,6 +37,9 @@ from shared_ops.sample import kernels as sample_kernels
 from shared_ops.sample import reference as sample_reference
 from shared_ops.swiglu import kernels as swiglu_kernels
 from shared_ops.swiglu import reference as swiglu_reference
+from trainer.config import TrainerConfig
+from trainer.optimizer import AdamW
+from trainer.optimizer_kernels import adamw, square_sums
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
@@ -165,6 +168,31 @@ def check_checksum() -> None:
     for piece in (1000, 2048, 1 << 16):
         assert checksum_kernels.sums(words, piece) == wanted
     assert len(set(wanted)) == len(words) and checksum_kernels.sums([memory_W[:0]]) == [(0, 0)]
+
+
+def check_optimizer() -> None:
+    """Tensors of less than a block, of whole blocks, and one that begins off every boundary."""
+    shapes = ((1,), (4, 256), (1025,), (5, 500))
+    for copies, decay, scale in ((False, 0.0, 1.0), (True, 0.1, 0.3)):
+        masters = [torch.randn(shape) for shape in shapes] + [torch.randn(778)[1:]]
+        sides = []
+        for _ in range(2):
+            own, config = [x.clone() for x in masters], TrainerConfig(weight_decay=decay)
+            sides.append(AdamW(own, config, [x.half() for x in own] if copies else None))
+        plain, fused = sides
+        for step in range(2):
+            gradients = [torch.randn(x.shape) for x in masters]
+            norms = [x.double().square().sum() for x in gradients]
+            close(square_sums(gradients).sum(), torch.stack(norms).sum())
+            fused.steps = step + 1
+            each = fused.masters, gradients, fused.first, fused.second, fused.copies
+            decays = [fused._decays(x) for x in masters]
+            adamw([*zip(*each, strict=True)], decays, fused._numbers(1e-2, scale))
+            plain.step([x.clone() for x in gradients], 1e-2, scale)
+        for name in ("masters", "first", "second"):
+            all_close(getattr(fused, name), getattr(plain, name))
+        for got, master in zip(fused.copies if copies else (), fused.masters, strict=False):
+            assert torch.equal(got, master.half())
 
 
 def check_packed_attention() -> None:

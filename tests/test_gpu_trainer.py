@@ -1,14 +1,15 @@
-"""Bits of the trainer on a GPU: gradients in every way of recomputing."""
+"""Bits of the trainer on a GPU: gradients in every way of recomputing, and the optimiser."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from gpu import needs_gpu, same_bits
+from gpu import needs_gpu, randn, same_bits
 from toy_models import toy_folder
 from train_samples import unscored
 
 from trainer import LoraConfig, Trainer, TrainerConfig
+from trainer.optimizer import AdamW, gradient_norm
 from trainer.packing import pack
 
 pytestmark = needs_gpu
@@ -45,3 +46,47 @@ def test_recomputed_layers_give_the_same_bits(folders, family, dtype, lora):
         got = gradients(folders[family], mode, dtype, lora=lora)
         assert sum(same_bits(*pair) for pair in zip(got, wanted, strict=True)) > 10_000
     assert all(gradient.count_nonzero() for gradient in wanted)
+
+
+SHAPES = [(1,), (1001,), (1024,), (3, 2048), (300, 257), (70, 1031)]
+
+
+def tensors(seed: int, scale: float = 1.0) -> list[torch.Tensor]:
+    """One begins 4 bytes after a boundary."""
+    found = [randn(*shape, dtype=torch.float32, seed=seed, scale=scale) for shape in SHAPES]
+    return [*found, randn(5000, dtype=torch.float32, seed=seed, scale=scale)[1:]]
+
+
+@pytest.mark.parametrize("copies", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("size", [1.0, 1e-20, 1e4])
+def test_adamw_in_one_launch_has_the_bits_of_torch_ops(copies, decay, size):
+    config, sides = TrainerConfig(weight_decay=decay, beta2=0.99), []
+    for _ in range(2):
+        masters = tensors(0)
+        sides.append(AdamW(masters, config, copies and [x.to(copies) for x in masters]))
+    fused, plain = sides
+    for step, scale in enumerate((1.0, 0.37, 1.0)):
+        gradients = tensors(step + 1, size)
+        plain.steps += 1
+        numbers = plain._numbers(1e-2 / (step + 1), scale)
+        each = plain.masters, [x.clone() for x in gradients], plain.first, plain.second
+        for leaf in zip(*each, plain.copies, strict=True):
+            plain._step_one(*leaf, numbers)
+        fused.step(gradients, 1e-2 / (step + 1), scale)
+    compared = 0
+    for name in ("masters", "first", "second", *(["copies"] if copies else [])):
+        for got, wanted in zip(getattr(fused, name), getattr(plain, name), strict=True):
+            compared += same_bits(got, wanted)
+    assert compared > 400_000
+    assert sum(int(first.count_nonzero()) for first in plain.first) > 100_000
+
+
+def test_the_gradient_norm_is_exact_and_the_same_each_time():
+    gradients = tensors(5)
+    norm = gradient_norm(gradients)
+    assert norm == gradient_norm(iter(gradients)) == gradient_norm([x.clone() for x in gradients])
+    exact = gradient_norm([x.cpu() for x in gradients])
+    assert abs(norm - exact) <= 1e-14 * exact
+    gradients[3][1, 7] = float("nan")
+    assert gradient_norm(gradients) != gradient_norm(gradients)

@@ -20,6 +20,7 @@ CHECKS = (
     "logprob",
     "sample",
     "checksum",
+    "optimizer",
     "packed_attention",
     "paged_attention",
     "unconstrained",

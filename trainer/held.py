@@ -120,12 +120,15 @@ class Held:
         taken, self._gradients = self._gradients, []
         return taken or [torch.zeros_like(master) for master in self.masters.leaves()]
 
+    def copies(self) -> list[Tensor] | None:
+        """The working weights' leaves, where they are not the masters themselves."""
+        return None if self.weights is self.masters else self.weights.leaves()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Take the masters' values over into the working weights."""
-        if self.weights is not self.masters:
-            for leaf, master in zip(self.weights.leaves(), self.masters.leaves(), strict=True):
-                leaf.copy_(master)
+        for leaf, master in zip(self.copies() or (), self.masters.leaves(), strict=False):
+            leaf.copy_(master)
 
     def gathered(self, parts: Sequence[Tensor]) -> Iterable[Tensor]:
         """Whole tensors from tensors shaped like the leaves of `masters`."""

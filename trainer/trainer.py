@@ -63,7 +63,7 @@ class Trainer:
         self.version = self.steps = self.num_tokens = 0
         self._held = self._hold()
         self.vocab_limit = self._held.vocab_limit
-        self.optimizer = AdamW(self._held.masters.leaves(), self.config)
+        self.optimizer = AdamW(self._held.masters.leaves(), self.config, self._held.copies())
         kept = KeptVersions(self.config.keep_versions, self.config.keep_versions_on)
         self._lag = LagProver(
             kept,
@@ -263,7 +263,7 @@ class Trainer:
         return objective(self.config, given, now_N, entropy_N, reference_N)
 
     def _update(self, gradients: list[Tensor]) -> tuple[float, float]:
-        """Clip, step the masters, refresh the working weights; returns norm and learning rate."""
+        """Clip, step masters and working weights; returns norm and learning rate."""
         norm = gradient_norm(self._held.gathered(gradients))
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -271,12 +271,9 @@ class Trainer:
                 "at the rewards and behaviour_logprobs of this batch, or lower learning_rate"
             )
         limit = self.config.max_grad_norm
-        if limit and norm > limit:
-            for gradient in gradients:
-                gradient.mul_(limit / norm)
+        scale = limit / norm if limit and norm > limit else 1.0
         rate = learning_rate(self.config, self.steps)
-        self.optimizer.step(gradients, rate)
-        self._held.refresh()
+        self.optimizer.step(gradients, rate, scale)
         self.steps += 1
         self.version += 1
         return norm, rate
