@@ -59,12 +59,11 @@ def adamw(
     """
     device, copy = leaves[0][0].device, leaves[0][4]
     gradients = [each[1].contiguous() for each in leaves]
-    leaves = [(one, g, *rest) for (one, _, *rest), g in zip(leaves, gradients, strict=True)]
-    assert all(x.is_contiguous() for each in leaves for x in each if x is not None)
-    rows = [
-        (*(0 if x is None else x.data_ptr() for x in each), each[0].numel(), decay)
-        for each, decay in zip(leaves, decays, strict=True)
-    ]
+    rows = []
+    for (master, _, *others), gradient, decay in zip(leaves, gradients, decays, strict=True):
+        each = (master, gradient, *others)
+        assert all(x is None or x.is_contiguous() for x in each)
+        rows.append((*(x.data_ptr() if x is not None else 0 for x in each), master.numel(), decay))
     blocks_B2 = _blocks(tuple(each[0].numel() for each in leaves), device)
     _adamw[(len(blocks_B2),)](
         torch.tensor(rows, device=device), blocks_B2, leaves[0][0] if copy is None else copy,
