@@ -1,6 +1,7 @@
 """Behaviour of a sampler with rounded weights: the grid, the digests, and runs that use it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,8 @@ def test_the_plan_says_what_the_sampler_runs():
     assert "nothing rounded" in plan_line(parse(SMALL))
     line = plan_line(parse([*SMALL, "--mode", "mis", "--sampler-precision", "float8_e4m3fn"]))
     assert "ordinary ops in float32" in line and "float8_e4m3fn" in line
+    on_gpu = replace(parse([*SMALL, "--mode", "none"]), device="cuda:0", dtype="bfloat16")
+    assert "vendor library likes, attention split by load, in bfloat16" in plan_line(on_gpu)
 
 
 def test_arms_ask_the_same_first_prompts_and_rounding_widens_the_gap(tmp_path, capsys):
