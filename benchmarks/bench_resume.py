@@ -1,12 +1,12 @@
 """The kill-and-resume matrix: a run killed with SIGKILL anywhere ends as one never killed.
 
-    python -m benchmarks.bench_resume [--only NAME ...]
+    python -m benchmarks.bench_resume [--only NAME ...] [--device cuda] [--workers 12]
 
 Small runs of the recipe (`--runtime inline`, two updates a batch, an epoch's edge inside every
 other step, evaluation after every step) are killed at named places by benchmarks/kill_runner.py,
 resumed with `--resume auto`, and compared with a run that was left alone: digests of every file of
 the last checkpoint, metrics (timings aside), completions, evaluations, summary, and the names of
-all files. Writes benchmarks/results/resume_cpu.json.
+all files. Writes benchmarks/results/resume_cpu.json, or resume_cuda.json.
 """
 
 import argparse
@@ -17,17 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench_learning import environment
 from recipes.wordproblems import problem
 
 PROJECT = Path(__file__).resolve().parent.parent
-RESULTS = PROJECT / "benchmarks" / "results" / "resume_cpu.json"
+RESULTS = PROJECT / "benchmarks" / "results"
 STEPS, ROWS, HELD_OUT = 6, 5, 2
 SETTINGS = [
-    *("--preset", "tiny", "--runtime", "inline", "--device", "cpu", "--threads", "1"),
+    *("--preset", "tiny", "--runtime", "inline", "--threads", "1"),
     *("--steps", str(STEPS), "--prompts-per-step", "3", "--group-size", "4"),
     *("--max-tokens", "24", "--updates-per-batch", "2", "--save-every", "2"),
     *("--evaluation.problems", str(HELD_OUT), "--evaluation.every", "1"),
@@ -40,6 +43,7 @@ TIMINGS = ("time/", "step_time", "tokens_per_second/")
 class Kill:
     """Where a run dies (see kill_runner), and what else befalls it.
 
+    target: on a GPU, `kernels` takes the place of `reference` in it.
     again: a second target, call and manner, at which the resumed run dies too.
     damage: the newest checkpoint loses a byte between death and resumption.
     words: settings of this run, and of the one left alone that it is compared with.
@@ -119,17 +123,18 @@ def write_data(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def run(scratch: Path, out: str, *words: str, kill: tuple[str, int, str] | None = None) -> int:
-    """The exit code of one run of the recipe; negative for a signal."""
+def run(
+    scratch: Path, out: str, words: Sequence[str], kill: tuple[str, int, str] | None = None
+) -> int:
+    """The exit code of one run of the recipe into scratch/out; negative for a signal."""
     module = ["recipes.grpo_gsm8k"]
     if kill:
         module = ["benchmarks.kill_runner", *map(str, kill), "--"]
-    command = [sys.executable, "-m", *module, *SETTINGS, *words]
-    places = ["--data", str(scratch / "data"), "--out", str(scratch / out)]
+    command = [sys.executable, "-m", *module, *words, "--out", str(scratch / out)]
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with (scratch / f"{out}.log").open("ab") as log:
         return subprocess.run(
-            [*command, *places],
+            command,
             cwd=PROJECT,
             env=os.environ | threads,
             stdout=log,
@@ -137,8 +142,13 @@ def run(scratch: Path, out: str, *words: str, kill: tuple[str, int, str] | None 
         ).returncode
 
 
-def killed_and_resumed(scratch: Path, kill: Kill, out: str) -> None:
-    """Die, perhaps twice, and go on to the end.
+def settings(scratch: Path, device: str, words: Sequence[str]) -> list[str]:
+    """Of a run of the matrix. words: settings of its own."""
+    return [*SETTINGS, "--device", device, "--data", str(scratch / "data"), *words]
+
+
+def killed_and_resumed(scratch: Path, kill: Kill, out: str, words: Sequence[str]) -> None:
+    """Die, perhaps twice, and go on to the end. words: every setting of the run.
 
     Raises:
         RuntimeError: the run did not die where it should, or did not end well.
@@ -146,14 +156,18 @@ def killed_and_resumed(scratch: Path, kill: Kill, out: str) -> None:
     deaths = [(kill.target, kill.call, kill.how), *([kill.again] if kill.again else [])]
     for number, death in enumerate(deaths):
         resume = ("--resume", "auto") if number else ()
-        code = run(scratch, out, *kill.words, *resume, kill=death)
+        code = run(scratch, out, [*words, *resume], kill=death)
         if code != -signal.SIGKILL:
-            raise RuntimeError(f"{kill.name}: exit code {code}, not killed; see {out}.log")
+            raise RuntimeError(f"{kill.name}: exit code {code}, not killed; {_tail(scratch, out)}")
     if kill.damage:
         _damage_newest(scratch / out / "checkpoints")
-    code = run(scratch, out, *kill.words, "--resume", "auto")
+    code = run(scratch, out, [*words, "--resume", "auto"])
     if code:
-        raise RuntimeError(f"{kill.name}: the resumed run ended with {code}; see {out}.log")
+        raise RuntimeError(f"{kill.name}: the resumed run ended with {code}; {_tail(scratch, out)}")
+
+
+def _tail(scratch: Path, out: str) -> str:
+    return (scratch / f"{out}.log").read_text(errors="replace")[-500:]
 
 
 def _damage_newest(checkpoints: Path) -> None:
@@ -181,17 +195,17 @@ def without_timings(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(TIMINGS)} for row in rows]
 
 
-def reference_run(scratch: Path, words: tuple[str, ...] = ()) -> dict[str, Any]:
+def reference_run(
+    scratch: Path, words: tuple[str, ...] = (), device: str = "cpu"
+) -> dict[str, Any]:
     """The outcome of a run left alone.
 
     Raises:
         RuntimeError: it failed, or is no test: it must learn, and see an epoch's edge and lag.
     """
     out = "dynamic" if words else "reference"
-    if not (scratch / "data").exists():
-        write_data(scratch / "data")
-    if code := run(scratch, out, *words):
-        raise RuntimeError(f"the run left alone ended with {code}; see {out}.log")
+    if code := run(scratch, out, settings(scratch, device, words)):
+        raise RuntimeError(f"the run left alone ended with {code}; {_tail(scratch, out)}")
     left = outcome(scratch / out)
     rows = left["metrics"]
     if not all(row["lag/versions_max"] == 1 for row in rows) or not rows[0]["grad_norm"] > 0:
@@ -199,40 +213,62 @@ def reference_run(scratch: Path, words: tuple[str, ...] = ()) -> dict[str, Any]:
     return left
 
 
-def compare(scratch: Path, kill: Kill, wanted: dict[str, Any], out: str) -> list[str]:
+def compare(
+    scratch: Path, kill: Kill, wanted: dict[str, Any], out: str, device: str = "cpu"
+) -> list[str]:
     """Names of the parts that differ from the run left alone."""
-    killed_and_resumed(scratch, kill, out)
+    if device != "cpu":
+        kill = replace(kill, target=kill.target.replace(".reference:", ".kernels:"))
+    killed_and_resumed(scratch, kill, out, settings(scratch, device, kill.words))
     got = outcome(scratch / out)
     return [name for name in wanted if got[name] != wanted[name]]
 
 
-def main() -> int:
+def run_kills(scratch: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """The report: every wanted kill, `given.workers` at a time, beside the runs left alone."""
+    write_data(scratch / "data")
+    kills = [kill for kill in KILLS if not given.only or kill.name in given.only]
+
+    def row_of(numbered: tuple[int, Kill]) -> dict[str, Any]:
+        number, kill = numbered
+        began = time.perf_counter()
+        differing = compare(scratch, kill, wanted[kill.words], f"run{number}", given.device)
+        seconds = time.perf_counter() - began
+        print(f"{kill.name:<60} {', '.join(differing) or 'equal'}  {seconds:.0f} s", flush=True)
+        row = {"kill": kill.name, "target": kill.target, "call": kill.call, "how": kill.how}
+        return row | {"differing": differing}
+
+    with ThreadPoolExecutor(given.workers) as pool:
+        words = ((), DYNAMIC)
+        left = pool.map(lambda each: reference_run(scratch, each, given.device), words)
+        wanted = dict(zip(words, left, strict=True))
+        rows = list(pool.map(row_of, enumerate(kills)))
+    return {
+        "environment": environment(given.device, given.commit),
+        "settings": [*SETTINGS, "--device", given.device],
+        "digests": wanted[()]["last checkpoint"],
+        "dynamic sampling": wanted[DYNAMIC]["last checkpoint"],
+        "kills": rows,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="*", help="names of kills; all without it")
-    only = parser.parse_args().only
-    rows = []
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--workers", type=int, default=1, help="runs beside each other")
+    parser.add_argument("--commit", help="default: git's HEAD")
+    given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
-        scratch = Path(name)
-        wanted = {words: reference_run(scratch, words) for words in ((), DYNAMIC)}
-        for number, kill in enumerate(KILLS):
-            if only and kill.name not in only:
-                continue
-            began = time.perf_counter()
-            differing = compare(scratch, kill, wanted[kill.words], f"run{number}")
-            seconds = time.perf_counter() - began
-            print(f"{kill.name:<60} {', '.join(differing) or 'equal'}  {seconds:.0f} s", flush=True)
-            rows.append({"kill": kill.name, "target": kill.target, "call": kill.call})
-            rows[-1] |= {"how": kill.how, "differing": differing}
-    if not only:
-        report = {
-            "settings": SETTINGS,
-            "digests": wanted[()]["last checkpoint"],
-            "dynamic sampling": wanted[DYNAMIC]["last checkpoint"],
-            "kills": rows,
-        }
-        RESULTS.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(row["differing"] for row in rows))
+        report = run_kills(Path(name), given)
+    kills = report["kills"]
+    wrong = sum(bool(row["differing"]) for row in kills)
+    print(f"{len(kills)} kills, {wrong} of them ended otherwise than the run left alone")
+    if not given.only:
+        text = json.dumps(report, indent=1) + "\n"
+        (RESULTS / f"resume_{given.device}.json").write_text(text)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ CHOSEN = (
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory):
     scratch = tmp_path_factory.mktemp("kills")
+    bench_resume.write_data(scratch / "data")
     return scratch, bench_resume.reference_run(scratch)
 
 
