@@ -6,7 +6,8 @@ The main job (tiny model, one optimiser step a batch) in processes of their own:
 and once killed with SIGKILL inside an optimiser step in the middle, then resumed. Compared are the
 digests of every file of the last checkpoint (weights, masters, moments), metrics.jsonl without its
 timings, completions.jsonl, evaluations and summary. The control, a run with another seed, must
-differ in the first three. Writes benchmarks/results/reproducible_cpu.json or reproducible_cuda.json.
+differ in the first three. Writes benchmarks/results/reproducible_cpu.json, or
+reproducible_cuda.json.
 """
 
 import argparse
