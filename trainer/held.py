@@ -112,13 +112,18 @@ class Held:
             else:
                 self._gradients[place].add_(part)
 
+    def drop_gradients(self) -> None:
+        self._gradients = []
+
     def take_gradients(self) -> list[Tensor]:
         """Float32 gradients, shaped like the leaves of `masters`, since the last call; 0 at first.
 
         They are dropped here.
         """
-        taken, self._gradients = self._gradients, []
-        return taken or [torch.zeros_like(master) for master in self.masters.leaves()]
+        taken = self._gradients
+        self.drop_gradients()
+        masters = self.masters.leaves()
+        return taken or [torch.zeros_like(x, dtype=torch.float32) for x in masters]
 
     def copies(self) -> list[Tensor] | None:
         """The working weights' leaves, where they are not the masters themselves."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from trainer.config import TrainerConfig
 from trainer.correction import correct, scheme
 from trainer.loss import Denominators, reference_kl, token_losses
 from trainer.metrics import TokenLog
-from trainer.packing import concatenated, per_token
+from trainer.packing import concatenated, joined, per_token
 from trainer.sample import TrainSample
 
 
@@ -46,11 +47,13 @@ def gather(
     lengths = [len(sample.places) for sample in samples]
     nothing = float("nan")
 
-    def filled(sample: TrainSample, values: Sequence[float | None]) -> list[float]:
-        given = sample.drawn(values) or (None,) * len(sample.places)
+    def filled(sample: TrainSample, values: Sequence[float | None]) -> Sequence[float]:
+        given = sample.drawn(values)
+        if not given:
+            return (nothing,) * len(sample.places)
         return [nothing if value is None else value for value in given]
 
-    versions = [drawn_by for one in samples for drawn_by in one.drawn(one.policy_versions)]
+    versions = [sample.drawn(sample.policy_versions) for sample in samples]
     behaviour = [sample.drawn(sample.behaviour_logprobs) for sample in samples]
     scales = [denominators.token_scale(config, length) for length in lengths]
     return Given(
@@ -58,7 +61,7 @@ def gather(
         behaviour_N=concatenated(behaviour, device),
         kept_N=concatenated([filled(s, s.old_logprobs) for s in samples], device),
         proximal_N=concatenated([filled(s, s.proximal_logprobs) for s in samples], device),
-        age_N=version - torch.tensor(versions, device=device),
+        age_N=version - joined(versions, numpy.int64, device),
         advantage_N=per_token(samples, [sample.advantage for sample in samples], device),
         counts_N=per_token(samples, [counts(config, s) for s in samples], device).bool(),
         scale_N=per_token(samples, scales, device),

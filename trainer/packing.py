@@ -5,8 +5,10 @@ over tokens and are promised to be equal from run to run.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -68,25 +70,21 @@ def pack(
 ) -> MicroBatch:
     """Lay the chosen samples one behind the other (see MicroBatch)."""
     chosen = [samples[index] for index in indices]
-    token_ids, positions, rows, targets, starts = [], [], [], [], [0]
+    tokens, positions, rows, targets, starts = [], [], [], [], [0]
     for sample in chosen:
         first = starts[-1] + len(sample.prompt_ids) - 1
-        token_ids += [*sample.prompt_ids, *sample.completion_ids[:-1]]
-        positions += range(sample.length)
-        rows += [first + place for place in sample.places]
-        targets += sample.drawn(sample.completion_ids)
+        tokens += [sample.prompt_ids, sample.completion_ids[:-1]]
+        positions.append(numpy.arange(sample.length))
+        rows.append(numpy.array(sample.places) + first)
+        targets.append(sample.drawn(sample.completion_ids))
         starts.append(starts[-1] + sample.length)
-
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
     return MicroBatch(
         samples=indices,
-        token_ids_T=integers(token_ids),
-        positions_T=integers(positions),
+        token_ids_T=joined(tokens, numpy.int64, device),
+        positions_T=on_device(numpy.concatenate(positions), device),
         starts=starts,
-        rows_N=integers(rows),
-        targets_N=integers(targets),
+        rows_N=on_device(numpy.concatenate(rows), device),
+        targets_N=joined(targets, numpy.int64, device),
         temperature_N=per_token(chosen, [s.temperature or 1.0 for s in chosen], device),
         lengths=[len(sample.places) for sample in chosen],
         restriction=_restriction(chosen, device),
@@ -115,8 +113,9 @@ def per_token(
     samples: Sequence[TrainSample], values: Sequence[float], device: torch.device
 ) -> Tensor:
     """float32 [N]: one value per sample, repeated for each of its drawn tokens."""
-    counts = torch.tensor([len(sample.places) for sample in samples])
-    return torch.tensor(values, dtype=torch.float32).repeat_interleave(counts).to(device)
+    counts = [len(sample.places) for sample in samples]
+    rounded = torch.tensor(values, dtype=torch.float32).numpy()
+    return on_device(numpy.repeat(rounded, counts), device)
 
 
 def spread(sample: TrainSample, values_D: Tensor) -> Tensor:
@@ -130,8 +129,19 @@ def spread(sample: TrainSample, values_D: Tensor) -> Tensor:
 
 def concatenated(sequences: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """float32 [N]: values that are already one per drawn token."""
-    flat = [value for sequence in sequences for value in sequence]
-    return torch.tensor(flat, dtype=torch.float32, device=device)
+    return joined(sequences, numpy.float32, device)
+
+
+def joined(sequences: Sequence[Sequence[Any]], dtype: type, device: torch.device) -> Tensor:
+    """Sequences one behind the other."""
+    count = sum(map(len, sequences))
+    return on_device(numpy.fromiter(chain.from_iterable(sequences), dtype, count), device)
+
+
+def on_device(values: numpy.ndarray, device: torch.device) -> Tensor:
+    """A tensor there; a copy to a GPU is queued and does not wait for the work before it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def idle(device: torch.device) -> MicroBatch:

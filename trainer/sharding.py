@@ -178,11 +178,13 @@ class Sharded(Held):
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def take_gradients(self) -> list[Tensor]:
-        parameters = self._sharded.parameters()
-        parts = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
+    def drop_gradients(self) -> None:
+        for parameter in self._sharded.parameters():
             parameter.grad = None
+
+    def take_gradients(self) -> list[Tensor]:
+        parts = [parameter.grad for parameter in self._sharded.parameters()]
+        self.drop_gradients()
         return [
             torch.zeros_like(leaf) if part is None else part.to_local()
             for leaf, part in zip(self.masters.leaves(), parts, strict=True)

@@ -211,7 +211,7 @@ class Trainer:
         denominators = self._denominators(samples)
         active = [i for i, sample in enumerate(samples) if self._has_gradient(sample)]
         inert = sorted(set(range(len(samples))) - set(active))
-        self._held.take_gradients()  # those of a step that was refused
+        self._held.drop_gradients()  # those of a step that was refused
         logs = []
         for batch in self._micro_batches(samples, active, True):
             loss, log = self._forward(batch, samples, denominators)
