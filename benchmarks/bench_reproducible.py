@@ -3,9 +3,9 @@
     python -m benchmarks.bench_reproducible [--device cuda] [--steps 20] [--workers 4]
 
 The main job (tiny model, one optimiser step a batch) in processes of their own: twice left alone,
-and once killed with SIGKILL inside an optimiser step in the middle, then resumed. Compared are the
-digests of every file of the last checkpoint (weights, masters, moments), metrics.jsonl without its
-timings, completions.jsonl, evaluations and summary. The control, a run with another seed, must
+and once killed with SIGKILL right after an optimiser step in the middle, then resumed. Compared are
+the digests of every file of the last checkpoint (weights, masters, moments), metrics.jsonl without
+its timings, completions.jsonl, evaluations and summary. The control, a run with another seed, must
 differ in the first three. Writes benchmarks/results/reproducible_cpu.json, or
 reproducible_cuda.json.
 """
@@ -28,21 +28,8 @@ SETTINGS = ("--preset", "tiny", "--runtime", "inline", "--threads", "1")
 
 
 def kill_in_the_middle(steps: int) -> Kill:
-    """Inside the optimiser step after the middle one, when some tensors are already stepped."""
-    optimizer = "trainer.optimizer:AdamW._step_one"
-    return Kill("in the middle", optimizer, leaves() * (steps // 2) + leaves() // 2)
-
-
-def leaves() -> int:
-    """Tensors that one optimiser step of the tiny model steps."""
-    import torch
-
-    from recipes.models import EMBEDDED_MODEL
-    from shared_ops.model.config import ModelConfig
-    from shared_ops.model.weights import Weights
-
-    config = ModelConfig.from_folder(EMBEDDED_MODEL)
-    return len(Weights(config, torch.float32, "meta").leaves())
+    """When the optimiser has stepped the middle step's masters, and nothing else has seen them."""
+    return Kill("in the middle", "trainer.optimizer:AdamW.step", steps // 2 + 1, "after")
 
 
 def left_alone(scratch: Path, out: str, words: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from benchmarks import bench_resume
 from benchmarks.bench_resume import KILLS, compare, outcome
 
 CHOSEN = (
-    "optimiser step, half the tensors",
+    "inside an optimiser step",
     "evaluation, before its line",
     "while an old checkpoint goes",
 )
@@ -24,6 +24,17 @@ def test_a_killed_run_ends_as_one_left_alone(name, left_alone):
     scratch, wanted = left_alone
     (kill,) = [kill for kill in KILLS if kill.name == name]
     assert compare(scratch, kill, wanted, name.replace(" ", "_")) == []
+
+
+def test_every_target_is_there_on_either_device():
+    """A GPU's kernels are looked for in the source: their modules need triton."""
+    for kill in KILLS:
+        for device in ("cpu", "cuda"):
+            module, _, path = kill.on(device).target.partition(":")
+            name = path.split(".")[-1]
+            source = bench_resume.PROJECT / f"{module.replace('.', '/')}.py"
+            assert name in source.read_text(), path
+    assert KILLS[7].on("cuda").target == "shared_ops.logprob.kernels:token_logprobs_backward"
 
 
 def test_the_comparison_sees_one_bit_of_the_weights(left_alone):
