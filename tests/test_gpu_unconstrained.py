@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from toy_models import toy_folder
 
 from recipes.grpo_gsm8k import main
 from rollout import Completion, Engine, EngineConfig, SamplingParams
+from shared_ops import ordinary
 from shared_ops.fused.op import is_allowed
 from shared_ops.model.lora_config import NO_LORA, LoraConfig
 from shared_ops.model.weights import make_manifest
@@ -81,6 +82,29 @@ def test_the_comparison_is_clean_with_contracts(folder) -> None:
     assert engine.ops is EXACT
     drawn_N, exact_N = scored(trainer_of(folder, exact=True), served(engine))
     assert torch.equal(drawn_N, exact_N) and drawn_N.numel() == 800
+
+
+def test_many_short_sequences_in_one_call_are_as_accurate_as_one_by_one() -> None:
+    source = random.Random(4)
+    starts = list(accumulate((source.randint(1, 70) for _ in range(200)), initial=0))
+    sizes = ((starts[-1], heads, 64) for heads in (9, 3, 3))
+    leaves = [torch.randn(size, device="cuda") for size in sizes]
+
+    def run(attend, dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [leaf.to(torch.bfloat16).to(dtype).requires_grad_() for leaf in leaves]
+        out = attend(*inputs)
+        return [out, *torch.autograd.grad(out.double().square().sum(), inputs)]
+
+    def one_by_one(q, k, v) -> torch.Tensor:
+        spans = [slice(*pair) for pair in pairwise(starts)]
+        return torch.cat([ordinary._attend(q[span], k[span], v[span]) for span in spans])
+
+    wanted = run(one_by_one, torch.float64)
+    plain = run(one_by_one, torch.bfloat16)
+    padded = run(lambda *x: ordinary.packed_attention(*x, starts), torch.bfloat16)
+    for ours, theirs, exact in zip(padded, plain, wanted, strict=True):
+        errors = [(x.double() - exact).square().mean().sqrt() for x in (ours, theirs)]
+        assert 0 < errors[0] <= 2 * errors[1]
 
 
 def test_it_traces_and_takes_weights_and_adapters(folder) -> None:
