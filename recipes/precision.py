@@ -50,7 +50,7 @@ def rounded(tensors: "dict[str, Tensor]", precision: str) -> "dict[str, Tensor]"
 
     Args:
         tensors: by Hugging Face name; matrices are [rows out, columns in].
-        precision: a key of `ROUNDED`.
+        precision: a key of `ROUNDED`. Every device rounds alike.
     """
     import torch
 
@@ -79,7 +79,7 @@ def _block_scaled(w_NK: "Tensor") -> "Tensor":
     """[N, K] on the grid of E2M1 times each block's scale; blocks of zeros stay."""
     import torch
 
-    grid = torch.tensor(FLOAT4)
+    grid = torch.tensor(FLOAT4, device=w_NK.device)
     padded_NK = torch.nn.functional.pad(w_NK.float(), (0, -w_NK.shape[1] % FLOAT4_BLOCK))
     wide_NBX = padded_NK.unflatten(1, (-1, FLOAT4_BLOCK))
     scale_NB1 = wide_NBX.abs().amax(-1, keepdim=True) / FLOAT4[-1]
@@ -99,22 +99,28 @@ class RoundingTrainerActor(TrainerActor):
 
     def publish(self) -> "tuple[Manifest, dict[str, Tensor]]":
         """The rounded weights and their own manifest, on the CPU."""
-        from shared_ops.model.weights import make_manifest
-
-        manifest, tensors = super().publish()
-        tensors = rounded(tensors, self.precision)
-        return make_manifest(manifest.version, tensors), tensors
+        return self._rounded(super().publish())
 
     def lend(self) -> "tuple[Manifest, dict[str, Tensor]]":
-        return self.publish()
+        """The same where the weights are; a copy like the other."""
+        return self._rounded(super().lend())
 
     def gpu(self) -> str:
-        """Nowhere: what is published is a copy on the CPU."""
+        """Nowhere: an engine in another process takes the copy on the CPU."""
         return ""
 
     def weights_digest(self) -> str:
         """Of the rounded weights, rounded anew: what an engine in step with this trainer holds."""
-        return self.publish()[0].digest
+        return self.lend()[0].digest
+
+    def _rounded(
+        self, publication: "tuple[Manifest, dict[str, Tensor]]"
+    ) -> "tuple[Manifest, dict[str, Tensor]]":
+        from shared_ops.model.weights import make_manifest
+
+        manifest, tensors = publication
+        tensors = rounded(tensors, self.precision)
+        return make_manifest(manifest.version, tensors), tensors
 
 
 def trainer_actor(config: RunConfig, folder: str | Path, threads: int) -> TrainerActor:

@@ -13,6 +13,7 @@ from gpu import needs_gpu
 from toy_models import toy_folder
 
 from recipes.grpo_gsm8k import main
+from recipes.precision import rounded
 from rollout import Completion, Engine, EngineConfig, SamplingParams
 from shared_ops import ordinary
 from shared_ops.fused.op import is_allowed
@@ -130,6 +131,17 @@ def test_it_traces_and_takes_weights_and_adapters(folder) -> None:
     assert engine.graphs is not None and len(engine.graphs._graphs) >= 2
     assert all(torch.tensor(one.logprobs).isfinite().all() for one in adapted)
     assert [x.token_ids for x in plain] != [x.token_ids for x in adapted]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float8_e4m3fn", "float4_e2m1fn"])
+def test_weights_are_rounded_as_on_the_cpu(precision) -> None:
+    generator = torch.Generator().manual_seed(9)
+    w_NK = torch.randn(300, 1000, generator=generator) * 0.05
+    w_NK[7], w_NK[8, :16] = 0.0, 0.0
+    for dtype in (torch.float32, torch.float16):
+        here = rounded({"q_proj.weight": w_NK.to(dtype)}, precision)["q_proj.weight"]
+        there = rounded({"q_proj.weight": w_NK.to(dtype).cuda()}, precision)["q_proj.weight"]
+        assert torch.equal(there.cpu(), here) and not torch.equal(here, w_NK.to(dtype))
 
 
 @pytest.mark.parametrize("precision", [None, "float8_e4m3fn"])
