@@ -272,6 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", help="names of kills; all without it")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=1, help="runs beside each other")
+    parser.add_argument("--output", type=Path, help="default: in benchmarks/results, of all kills")
     parser.add_argument("--commit", help="default: git's HEAD")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
@@ -279,9 +280,9 @@ def main(arguments: Sequence[str]) -> int:
     kills = report["kills"]
     wrong = sum(bool(row["differing"]) for row in kills)
     print(f"{len(kills)} kills, {wrong} of them ended otherwise than the run left alone")
-    if not given.only:
-        text = json.dumps(report, indent=1) + "\n"
-        (RESULTS / f"resume_{given.device}.json").write_text(text)
+    output = given.output or (None if given.only else RESULTS / f"resume_{given.device}.json")
+    if output:
+        output.write_text(json.dumps(report, indent=1) + "\n")
     return int(wrong > 0)
 
 
