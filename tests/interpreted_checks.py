@@ -96,6 +96,22 @@ def check_rmsnorm() -> None:
             rmsnorm_kernels.backward(dy_RD, view, w_D, 1e-5),
             rmsnorm_reference.backward(dy_RD, view, w_D, 1e-5),
         )
+    check_rmsnorm_into_a_view()
+
+
+def check_rmsnorm_into_a_view() -> None:
+    """A gradient put among other heads, and the residual stream's added."""
+    for width in (32, 24):
+        x_THE, dy_THE, more_THE = torch.randn(3, 5, 4, width).half()
+        w_E, whole_THE = torch.randn(width).half(), torch.full((5, 9, width), 7.0).half()
+        out_THE = whole_THE[:, 2:6]
+        for residual in (None, more_THE):
+            dx_THE, dw_E = rmsnorm_kernels.backward(dy_THE, x_THE, w_E, 1e-5, residual, out_THE)
+            wanted = rmsnorm_reference.backward(dy_THE, x_THE, w_E, 1e-5, residual)
+            assert dx_THE is out_THE
+            for got, other in zip((out_THE, dw_E), wanted, strict=True):
+                torch.testing.assert_close(got, other, rtol=3e-3, atol=3e-3)
+        assert (whole_THE[:, :2] == 7).all() and (whole_THE[:, 6:] == 7).all()
 
 
 def check_elementwise() -> None:
@@ -107,6 +123,10 @@ def check_elementwise() -> None:
     close(
         rope_kernels.backward(x_THE, cos_TR, sin_TR), rope_reference.backward(x_THE, cos_TR, sin_TR)
     )
+    whole_THE = torch.full((5, 6, 20), 7.0)
+    rope_kernels.backward(x_THE, cos_TR, sin_TR, whole_THE[:, 1:4])
+    close(whole_THE[:, 1:4], rope_reference.backward(x_THE, cos_TR, sin_TR))
+    assert (whole_THE[:, 0] == 7).all() and (whole_THE[:, 4:] == 7).all()
     gate_up_T2F, dy_TF = torch.randn(3, 2 * 1050), torch.randn(3, 1050)
     close(swiglu_kernels.forward(gate_up_T2F), swiglu_reference.forward(gate_up_T2F))
     close(

@@ -145,12 +145,12 @@ class _Run(NamedTuple):
         del dx_TF
         names = "mlp_norm_D", "gate_up"
         needs = self.needs["attention"] or self.needs["mlp_norm_D"]
-        dx_TD = self._norm_product_backward(names, d_T2F, kept.x_TD, needs, gradients)
-        return dy_TD if dx_TD is None else dy_TD + dx_TD, gradients
+        dx_TD = self._norm_product_backward(names, d_T2F, kept.x_TD, dy_TD, needs, gradients)
+        return dx_TD, gradients
 
     def attention_backward(
         self, kept: Kept, x_TD: Tensor, dy_TD: Tensor, gradients: Gradients
-    ) -> Tensor | None:
+    ) -> Tensor:
         """The gradient of the layer's input; those of the leaves before the mlp are added."""
         do_TN = self._product_backward("output", dy_TD, kept.o_THE.flatten(1), True, gradients)
         assert do_TN is not None
@@ -159,14 +159,15 @@ class _Run(NamedTuple):
             starts=self.around.starts,
         )  # fmt: skip
         del do_TN
-        dq_THE = self._rotated_backward(0, "q_norm_E", dq_THE, kept.qkv_TN, gradients)
-        dk_TKE = self._rotated_backward(1, "k_norm_E", dk_TKE, kept.qkv_TN, gradients)
-        dqkv_TN = torch.cat((dq_THE, dk_TKE, dv_TKE), dim=1).flatten(1)
+        dqkv_TN = torch.empty_like(kept.qkv_TN)
+        heads = [*zip(self._heads(kept.qkv_TN), self._heads(dqkv_TN), strict=True)]
+        self._rotated_backward("q_norm_E", dq_THE, *heads[0], gradients)
+        self._rotated_backward("k_norm_E", dk_TKE, *heads[1], gradients)
+        heads[2][1].copy_(dv_TKE)
         del dq_THE, dk_TKE, dv_TKE
         names = "attention_norm_D", "qkv"
         needs = self.needs["x"] or self.needs["attention_norm_D"]
-        dx_TD = self._norm_product_backward(names, dqkv_TN, x_TD, needs, gradients)
-        return None if dx_TD is None else dy_TD + dx_TD
+        return self._norm_product_backward(names, dqkv_TN, x_TD, dy_TD, needs, gradients)
 
     def _norm(self, x_RD: Tensor, name: str) -> Tensor:
         w_D = getattr(self.layer, name)
@@ -212,16 +213,25 @@ class _Run(NamedTuple):
         return None if dx_TK is None else dx_TK + more_TK
 
     def _norm_product_backward(
-        self, names: tuple[str, str], dy_TN, x_TD: Tensor, needs_x: bool, gradients: Gradients
-    ) -> Tensor | None:
-        """Of a product of a norm's output: dx through both; the leaves' gradients are added."""
+        self,
+        names: tuple[str, str],
+        dy_TN: Tensor,
+        x_TD: Tensor,
+        residual_TD: Tensor,
+        needs_x: bool,
+        gradients: Gradients,
+    ) -> Tensor:
+        """Of a product of a norm's output: dx through both, and past both by the residual stream;
+        the leaves' gradients are added."""
         norm, product = names
         normed_TD = self._norm(x_TD, norm)
         dnormed_TD = self._product_backward(product, dy_TN, normed_TD, needs_x, gradients)
         if dnormed_TD is None:
-            return None
+            return residual_TD
         w_D, eps = getattr(self.layer, norm), self.around.config.norm_eps
-        dx_TD, gradients[norm] = self.around.ops.rmsnorm.backward(dnormed_TD, x_TD, w_D, eps)
+        dx_TD, gradients[norm] = self.around.ops.rmsnorm.backward(
+            dnormed_TD, x_TD, w_D, eps, residual_RD=residual_TD
+        )
         return dx_TD
 
     def _heads(self, qkv_TN: Tensor) -> Sequence[Tensor]:
@@ -244,13 +254,14 @@ class _Run(NamedTuple):
         return rope(q_THE, *around.angles), rope(k_TKE, *around.angles), v_TKE
 
     def _rotated_backward(
-        self, place: int, norm: str, d_THE: Tensor, qkv_TN: Tensor, gradients: Gradients
-    ) -> Tensor:
-        """From the gradient of rotated queries (place 0) or keys (1) to that of the product."""
+        self, norm: str, d_THE: Tensor, x_THE: Tensor, out_THE: Tensor, gradients: Gradients
+    ) -> None:
+        """From the gradient of rotated queries or keys to that of `x_THE`, into `out_THE`."""
         around, w_E = self.around, getattr(self.layer, norm)
-        d_THE = around.ops.rope.backward(d_THE, *around.angles)
         if w_E is None:
-            return d_THE
-        x_THE, eps = self._heads(qkv_TN)[place], around.config.norm_eps
-        d_THE, gradients[norm] = around.ops.rmsnorm.backward(d_THE, x_THE, w_E, eps)
-        return d_THE
+            around.ops.rope.backward(d_THE, *around.angles, out_THE=out_THE)
+            return
+        d_THE = around.ops.rope.backward(d_THE, *around.angles)
+        _, gradients[norm] = around.ops.rmsnorm.backward(
+            d_THE, x_THE, w_E, around.config.norm_eps, out_RD=out_THE
+        )

@@ -23,13 +23,18 @@ def _tile(width: int) -> dict[str, int]:
     return {"ROWS": max(1, TILE_VALUES // padded), "WIDTH": padded, "num_warps": 4}
 
 
-def _rows_of(x_RD: Tensor) -> tuple[Tensor, int, int]:
-    """x, how many rows lie side by side (heads of a token), and the stride between such groups."""
+def _is_read_in_place(x_RD: Tensor) -> bool:
+    """Whether x is heads that lie side by side in wider tokens, aligned like a fresh tensor."""
     width = x_RD.shape[-1]
     is_view = x_RD.dim() == 3 and x_RD.stride(2) == 1 and x_RD.stride(1) == width
-    if is_view and not any(n % SPECIALISED for n in (width, x_RD.stride(0), x_RD.data_ptr())):
+    return is_view and not any(n % SPECIALISED for n in (width, x_RD.stride(0), x_RD.data_ptr()))
+
+
+def _rows_of(x_RD: Tensor) -> tuple[Tensor, int, int]:
+    """x, how many rows lie side by side (heads of a token), and the stride between such groups."""
+    if _is_read_in_place(x_RD):
         return x_RD, x_RD.shape[1], x_RD.stride(0)
-    return aligned(x_RD), 1, width
+    return aligned(x_RD), 1, x_RD.shape[-1]
 
 
 def forward(x_RD: Tensor, w_D: Tensor, eps: float, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -44,22 +49,44 @@ def forward(x_RD: Tensor, w_D: Tensor, eps: float, out_dtype: torch.dtype | None
     return y_RD
 
 
-def backward(dy_RD: Tensor, x_RD: Tensor, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """dw: each program adds its own run of rows, the partial sums are added in one fixed order."""
+def backward(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    w_D: Tensor,
+    eps: float,
+    residual_RD: Tensor | None = None,
+    out_RD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dw: each program adds its own run of rows, the partial sums are added in one fixed order.
+
+    residual_RD: added to dx, after dx was rounded; out_RD: where dx is put.
+    """
+    if out_RD is not None and not _is_read_in_place(out_RD):
+        dx_RD, dw_D = backward(dy_RD, x_RD, w_D, eps, residual_RD)
+        return out_RD.copy_(dx_RD), dw_D
+    if residual_RD is not None and x_RD.dtype == torch.float32:
+        # Nothing is rounded in between, so in the kernel it could become a fused multiply-add.
+        dx_RD, dw_D = backward(dy_RD, x_RD, w_D, eps, out_RD=out_RD)
+        return dx_RD.add_(residual_RD), dw_D
     width = x_RD.shape[-1]
-    dx_RD = torch.empty(x_RD.shape, dtype=x_RD.dtype, device=x_RD.device)
+    dx_RD, dx_heads, dx_stride = out_RD, 1, width
+    if dx_RD is None:
+        dx_RD = torch.empty(x_RD.shape, dtype=x_RD.dtype, device=x_RD.device)
+    else:
+        dx_heads, dx_stride = dx_RD.shape[1], dx_RD.stride(0)
     rows = dx_RD.numel() // width
     if rows == 0:
         return dx_RD, torch.zeros_like(w_D)
     x_RD, heads, stride = _rows_of(x_RD)
+    added_RD = x_RD if residual_RD is None else aligned(residual_RD)
     tile = _tile(width)
     tiles = triton.cdiv(rows, tile["ROWS"])
     each = triton.cdiv(tiles, PROGRAMS)
     programs = triton.cdiv(tiles, each)
     partial_PD = torch.empty((programs, width), dtype=torch.float32, device=x_RD.device)
     _backward[(programs,)](
-        aligned(dy_RD), x_RD, aligned(w_D), dx_RD, partial_PD,
-        rows, heads, stride, width, eps, each, **tile,
+        aligned(dy_RD), x_RD, aligned(w_D), added_RD, dx_RD, partial_PD, rows, heads, stride,
+        dx_heads, dx_stride, width, eps, each, RESIDUAL=residual_RD is not None, **tile,
     )  # fmt: skip
     return dx_RD, partial_PD.sum(0).to(w_D.dtype)
 
@@ -85,19 +112,23 @@ def _forward(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "each"])
+@triton.jit(do_not_specialize=["rows", "heads", "dx_heads", "each"])
 def _backward(
     dy_ptr,
     x_ptr,
     w_ptr,
+    residual_ptr,
     dx_ptr,
     partial_ptr,
     rows,
     heads,
     stride,
+    dx_heads,
+    dx_stride,
     width,
     eps,
     each,
+    RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -115,7 +146,11 @@ def _backward(
         normed = x * inverse
         scaled = dy * w[None, :]
         mean = tl.sum(scaled * normed, 1) / width
-        dx = (scaled - normed * mean[:, None]) * inverse
-        tl.store(dx_ptr + flat, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = ((scaled - normed * mean[:, None]) * inverse).to(dx_ptr.dtype.element_ty)
+        if RESIDUAL:
+            added = tl.load(residual_ptr + flat, mask=inside, other=0.0).to(tl.float32)
+            dx = (dx.to(tl.float32) + added).to(dx_ptr.dtype.element_ty)
+        dx_at = (r // dx_heads * dx_stride + r % dx_heads * width)[:, None] + d[None, :]
+        tl.store(dx_ptr + dx_at, dx, mask=inside)
         dw += dy * normed
     tl.store(partial_ptr + tl.program_id(0) * width + d, tl.sum(dw, 0), mask=d < width)

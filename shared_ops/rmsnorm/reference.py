@@ -14,7 +14,15 @@ def forward(x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     return (wide_RD * _inverse_rms(wide_RD, eps) * w_D.float()).to(x_RD.dtype)
 
 
-def backward(dy_RD: Tensor, x_RD: Tensor, w_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def backward(
+    dy_RD: Tensor,
+    x_RD: Tensor,
+    w_D: Tensor,
+    eps: float,
+    residual_RD: Tensor | None = None,
+    out_RD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """residual_RD: added to dx, after dx was rounded; out_RD: where dx is put."""
     wide_RD, dy_RD = x_RD.float(), dy_RD.float()
     inverse_R1 = _inverse_rms(wide_RD, eps)
     normed_RD = wide_RD * inverse_R1
@@ -22,4 +30,7 @@ def backward(dy_RD: Tensor, x_RD: Tensor, w_D: Tensor, eps: float) -> tuple[Tens
     mean_R1 = row_sum(scaled_RD * normed_RD) / x_RD.shape[-1]
     dx_RD = (scaled_RD - normed_RD * mean_R1) * inverse_R1
     dw_D = (dy_RD * normed_RD).reshape(-1, x_RD.shape[-1]).sum(0)
-    return dx_RD.to(x_RD.dtype), dw_D.to(w_D.dtype)
+    dx_RD = dx_RD.to(x_RD.dtype)
+    if residual_RD is not None:
+        dx_RD = dx_RD + residual_RD
+    return dx_RD if out_RD is None else out_RD.copy_(dx_RD), dw_D.to(w_D.dtype)

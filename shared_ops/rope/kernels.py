@@ -11,15 +11,18 @@ def forward(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return _launch(x_THE, cos_TR, sin_TR, negate=False)
 
 
-def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    return _launch(dy_THE, cos_TR, sin_TR, negate=True)
+def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, out_THE=None) -> Tensor:
+    """out_THE: where the gradient is put; its heads lie side by side."""
+    return _launch(dy_THE, cos_TR, sin_TR, negate=True, out_THE=out_THE)
 
 
-def _launch(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, negate: bool) -> Tensor:
+def _launch(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, negate: bool, out_THE=None) -> Tensor:
     tokens, heads, width = x_THE.shape
     if x_THE.stride(2) != 1 or x_THE.stride(1) != width:
         x_THE = x_THE.contiguous()
-    y_THE = torch.empty((tokens, heads, width), dtype=x_THE.dtype, device=x_THE.device)
+    y_THE = out_THE
+    if y_THE is None:
+        y_THE = torch.empty((tokens, heads, width), dtype=x_THE.dtype, device=x_THE.device)
     if tokens:
         _rotate[(tokens,)](
             x_THE,
@@ -28,6 +31,7 @@ def _launch(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, negate: bool) -> Tens
             y_THE,
             heads,
             x_THE.stride(0),
+            y_THE.stride(0),
             width // 2,
             NEGATE=negate,
             HEADS=triton.next_power_of_2(heads),
@@ -46,6 +50,7 @@ def _rotate(
     y_ptr,
     heads,
     stride_t,
+    stride_y,
     half,
     NEGATE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -62,7 +67,7 @@ def _rotate(
     x_ptrs = x_ptr + t * stride_t + h * (2 * half) + r
     first = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + half, mask=inside, other=0.0).to(tl.float32)
-    y_ptrs = y_ptr + (t * heads + h) * (2 * half) + r
+    y_ptrs = y_ptr + t * stride_y + h * (2 * half) + r
     dtype = y_ptr.dtype.element_ty
     tl.store(y_ptrs, (first * cos - second * sin).to(dtype), mask=inside)
     tl.store(y_ptrs + half, (second * cos + first * sin).to(dtype), mask=inside)

@@ -17,5 +17,7 @@ def forward(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     return rotated_THE.to(x_THE.dtype)
 
 
-def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    return forward(dy_THE, cos_TR, -sin_TR)
+def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, out_THE=None) -> Tensor:
+    """out_THE: where the gradient is put."""
+    dx_THE = forward(dy_THE, cos_TR, -sin_TR)
+    return dx_THE if out_THE is None else out_THE.copy_(dx_THE)
