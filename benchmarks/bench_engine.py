@@ -140,7 +140,7 @@ def replay_ms(engine: Engine, context: int = 384) -> dict[str, float]:
     graphs = engine.graphs
     assert graphs is not None
     found = {}
-    for (rows, bound, _), graph in sorted(graphs._graphs.items()):
+    for (rows, bound), graph in sorted(graphs._graphs.items()):
         if rows not in (8, 256, graphs.max_rows - 24, graphs.max_rows):
             continue
         inputs, _ = carve(graphs._inputs, rows, graphs._pages(bound))

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from shared_ops import ordinary
 from shared_ops.attention.op import PagedLayout, packed_attention, paged_attention
-from shared_ops.attest_cuda import attest_cuda, driver_version
+from shared_ops.attest_cache import driver_version
+from shared_ops.attest_cuda import attest_cuda
 from shared_ops.cuda import require_triton
 from shared_ops.embedding.op import embedding
 from shared_ops.linear.op import linear

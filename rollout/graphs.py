@@ -152,7 +152,7 @@ class DecodeGraphs:
         self.limit = min(model.config.max_positions, spare_page * config.page_size)
         model.reserve(self.limit)  # graphs hold the table's address
         self._allocate(bytes_of(self.max_rows, self._pages(self.limit)))
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool = None
         self._side = 0
         self._rows: Rows | None = None
@@ -185,7 +185,7 @@ class DecodeGraphs:
         bound = self._bound(max(row.start for row in plan.rows) + 1)
         source_B = self._carry_on(plan, after, self._pages(bound))
         assert self._rows is not None
-        key = (padded(count), bound, bool((self._rows.temperature_B == 0).any()))
+        key = (padded(count), bound)
         self._prepare(key)
         self._side = 1 - self._side
         ready = self._done[self._side]
@@ -229,10 +229,10 @@ class DecodeGraphs:
         return kept_B
 
     def _fill(
-        self, host: Tensor, plan: StepPlan, source_B: numpy.ndarray | None, key: tuple
+        self, host: Tensor, plan: StepPlan, source_B: numpy.ndarray | None, key: tuple[int, int]
     ) -> int:
         """Write a step's inputs into pinned memory; their size in bytes."""
-        padded_rows, bound, _ = key
+        padded_rows, bound = key
         rows, count = self._rows, len(plan.rows)
         assert rows is not None
         views, size = carve(host, padded_rows, self._pages(bound))
@@ -259,10 +259,10 @@ class DecodeGraphs:
         to.temperature_B[count:] = 1
         return size
 
-    def _replay(self, key: tuple[int, int, bool]) -> None:
+    def _replay(self, key: tuple[int, int]) -> None:
         self._graphs[key].replay()
 
-    def _prepare(self, key: tuple[int, int, bool]) -> None:
+    def _prepare(self, key: tuple[int, int]) -> None:
         """Capture the step if it is new. What is under way stays as it is.
 
         Raises:
@@ -278,22 +278,22 @@ class DecodeGraphs:
                 f" max_sequences, or use cuda_graphs=False ({str(error).splitlines()[0]})"
             ) from None
 
-    def _capture(self, key: tuple[int, int, bool]) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """Run once on padding rows only, so that every kernel is loaded, then capture."""
-        rows, bound, any_greedy = key
+        rows, bound = key
         side, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         inputs, _ = carve(self._inputs, rows, self._pages(bound))
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._pad(inputs)
-            self._forward(inputs, [bound] * rows, any_greedy)
+            self._forward(inputs, [bound] * rows)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(
             graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
         ):
-            self._step(inputs, [bound] * rows, any_greedy)
+            self._step(inputs, [bound] * rows)
         return graph
 
     def _pad(self, inputs: Inputs) -> None:
@@ -305,14 +305,12 @@ class DecodeGraphs:
         inputs.contexts_B.fill_(1)
         inputs.temperature_B.fill_(1)
 
-    def _step(self, inputs: Inputs, bounds: list[int], any_greedy: bool) -> None:
-        tokens_B, logprobs_B = self._forward(inputs, bounds, any_greedy)
+    def _step(self, inputs: Inputs, bounds: list[int]) -> None:
+        tokens_B, logprobs_B = self._forward(inputs, bounds)
         self._drawn_N[: len(tokens_B)].copy_(tokens_B)
         self._logprobs_N[: len(tokens_B)].copy_(logprobs_B)
 
-    def _forward(
-        self, inputs: Inputs, bounds: list[int], any_greedy: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _forward(self, inputs: Inputs, bounds: list[int]) -> tuple[Tensor, Tensor]:
         rows = len(bounds)
         known = self._arena[: 8 * (len(self._drawn_N) + rows)].view(torch.int64)
         layout = PagedLayout(
@@ -328,7 +326,7 @@ class DecodeGraphs:
             temperature_B=inputs.temperature_B,
             greedy_B=inputs.greedy_B,
             all_greedy=False,
-            any_greedy=any_greedy,
+            any_greedy=True,
             filters=None,
         )
         batch = Batch(

@@ -8,6 +8,7 @@ from torch import Tensor
 from rollout.batch import Batch
 from rollout.config import EngineError
 from shared_ops.attention.op import write_pages
+from shared_ops.fused.op import Places
 from shared_ops.model.config import ModelConfig
 from shared_ops.opset import OpSet
 
@@ -48,7 +49,13 @@ class BatchKV:
         self._kv = kv
         self._batch = batch
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def places(self, layer: int) -> Places:
+        return Places(*self._kv.layers[layer], self._batch.slots_T)
+
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None
+    ) -> Tensor:
         k_pages_PSKE, v_pages_PSKE = self._kv.layers[layer]
-        write_pages(k_pages_PSKE, v_pages_PSKE, self._batch.slots_T, k_TKE, v_TKE)
+        if k_TKE is not None and v_TKE is not None:
+            write_pages(k_pages_PSKE, v_pages_PSKE, self._batch.slots_T, k_TKE, v_TKE)
         return self._kv.ops.paged_attention(q_THE, k_pages_PSKE, v_pages_PSKE, self._batch.layout)

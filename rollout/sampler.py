@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rollout.batch import Draws, Filters
+from shared_ops.fused.op import draw_scored, may_draw
 from shared_ops.logprob.restricted import add_bias, keep
 from shared_ops.opset import OpSet
 from shared_ops.sample.kept import kept_thresholds
@@ -32,6 +33,11 @@ def sample(hidden_BD: Tensor, head_VD: Tensor, draws: Draws, vocab_limit: int, o
     """Draw one token a row."""
     if not len(hidden_BD):
         return Drawn(draws.positions_B, draws.temperature_B, draws.temperature_B)
+    is_plain = draws.bias is None and draws.filters is None
+    if is_plain and ops.fuses and may_draw(head_VD, ops.needs_proof):
+        logits_BV = ops.head_logits(hidden_BD, head_VD)
+        given = draws.temperature_B, draws.greedy_B, draws.keys_B2, draws.positions_B
+        return Drawn(*draw_scored(logits_BV, *given, vocab_limit))
     logits_BV = ops.scaled_logits(hidden_BD, head_VD, draws.temperature_B, vocab_limit)
     if draws.bias is not None:
         add_bias(logits_BV, draws.temperature_B, draws.bias)

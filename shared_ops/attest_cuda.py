@@ -12,17 +12,16 @@ schedule itself is not reproducible, nothing can be proved and the run must not 
 import hashlib
 import json
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shared_ops.attest_cache import verdict_file
 from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
 from shared_ops.cuda import require_device, require_triton
 from shared_ops.fused.op import Widths, allow, can_be
@@ -57,6 +56,9 @@ def cancelling(
     return torch.nn.functional.pad(x_MK, pad), torch.nn.functional.pad(w_NK, pad)
 
 
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
 class _Prover:
     def __init__(self, seed: int):
         self.generator = torch.Generator("cuda").manual_seed(seed)
@@ -69,7 +71,7 @@ class _Prover:
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=self.generator, device="cuda").to(dtype)
 
-    def count(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, list[int]]:
+    def count(self, pairs: Pairs) -> tuple[int, list[int]]:
         """Values compared, and how many differ (or are NaN) in each pair of equal shape."""
         values, differing = 0, []
         for got, wanted in pairs:
@@ -80,7 +82,13 @@ class _Prover:
             differing.append(torch.ne(got, wanted, out=is_other).sum())
         return values, torch.stack(differing).tolist()
 
-    def plain(self, op: str, shape: str, wanted: Tensor, pairs: Callable[[], list]) -> None:
+    def plain(
+        self,
+        op: str,
+        shape: str,
+        wanted: Tensor,
+        pairs: Callable[[], Pairs],
+    ) -> None:
         """The plain schedule against itself; also what the fingerprint is made of."""
         values, differing = self.count(pairs())
         self.digest.update(wanted[:64].float().cpu().contiguous().numpy().tobytes())
@@ -91,7 +99,7 @@ class _Prover:
                 " bits when it runs again: this GPU, driver or triton cannot be used exactly"
             )
 
-    def keep(self, op: str, shape: str, pairs: Callable[[], list]) -> bool:
+    def keep(self, op: str, shape: str, pairs: Callable[[], Pairs]) -> bool:
         """Whether a schedule agrees; one that does not is noted as dropped."""
         values, differing = self.count(pairs())
         check = Check(op, shape, values, sum(differing))
@@ -114,7 +122,7 @@ def attest_cuda(
     require_device(torch.device("cuda"))
     require_triton()
     narrow = lora_shapes(config, lora)
-    path = _cache_file(config, dtype, seed, narrow)
+    path = verdict_file(config, dtype, seed, narrow)
     verdict = json.loads(path.read_text()) if path.exists() else None
     if verdict is None:
         verdict = _prove(config, dtype, seed, narrow)
@@ -143,9 +151,9 @@ def _apply(verdict: dict, dtype: torch.dtype) -> None:
         for depth, columns, out, transposed, runs in verdict["libraries"]
     }
     products.restrict(outside, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
-    if "fused" in verdict:
-        hidden, head, is_equal = verdict["fused"]
-        allow(Widths(hidden, head, dtype), is_equal)
+    hidden, head, is_equal = verdict["fused"]
+    allow(Widths(hidden, head, dtype), is_equal)
+    allow(*verdict["drawn"])
 
 
 def _prove(
@@ -160,10 +168,12 @@ def _prove(
         for shape in _library_shapes(config, dtype):
             libraries.append(_library(prover, shape))
         _rows(prover, config, dtype)
+        is_drawn = _log_softmax(prover, config.vocab_size)
         is_fused = _fused(prover, config, dtype)
         _attention(prover, config, dtype)
     return {
         "fused": [config.hidden_size, config.head_dim, is_fused],
+        "drawn": [config.vocab_size, is_drawn],
         "checks": [asdict(check) for check in prover.checks],
         "dropped": [asdict(check) for check in prover.dropped],
         "libraries": libraries,
@@ -270,7 +280,6 @@ def _written(runs: list[list[int]]) -> str:
 
 def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
     """Row reductions: a row alone, and among others at another place."""
-    from shared_ops.logprob import kernels as logprob
     from shared_ops.rmsnorm import kernels as rmsnorm
 
     spans = [slice(0, 1), slice(7, 8), slice(3, 130), slice(1, 1000)]
@@ -288,18 +297,21 @@ def _rows(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None:
                 for s in (*spans, slice(3, len(x)))
             ],
         )
-    count = min(max(300, (1 << 26) // config.vocab_size), 1 << 17)
-    logits_BV = prover.random(count, config.vocab_size, dtype=torch.float32) * 4
-    tokens_B = torch.arange(count, device="cuda") % config.vocab_size
-    wanted = torch.stack(logprob._reduce(logits_BV, tokens_B), 1)
+
+
+def _log_softmax(prover: _Prover, vocabulary: int) -> bool:
+    """Whether `draw_scored` gives what the ops one by one give."""
+    from shared_ops import attest_logprob
+
+    name, generator = f"vocabulary {vocabulary}", prover.generator
+    first = next(attest_logprob.reductions(vocabulary, generator))[1]
     prover.plain(
-        "log softmax",
-        f"vocabulary {config.vocab_size}",
-        wanted,
-        lambda: [
-            (torch.stack(logprob._reduce(logits_BV[s], tokens_B[s]), 1), wanted[s])
-            for s in (*spans[:3], slice(0, count))
-        ],
+        "log softmax", name, first, lambda: attest_logprob.reductions(vocabulary, generator)
+    )
+    return prover.keep(
+        "log softmax, fused with the draw",
+        name,
+        lambda: attest_logprob.draws(vocabulary, generator),
     )
 
 
@@ -366,33 +378,3 @@ def _attention(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> None
                 f"attention {name}: {schedule} and packed rows differ here and there is no other"
                 " schedule: this GPU, driver or triton cannot be used exactly"
             )
-
-
-def _cache_file(
-    config: ModelConfig, dtype: torch.dtype, seed: int, narrow: Sequence[tuple[int, int]] = ()
-) -> Path:
-    """Under XDG_CACHE_HOME or ~/.cache; the name holds all that a verdict depends on."""
-    source = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        source.update(path.read_bytes())
-    parts = [
-        torch.cuda.get_device_name(),
-        driver_version(),
-        torch.__version__,
-        require_triton(),
-        source.hexdigest(),
-        repr(config),
-        str(dtype),
-        str(seed),
-        *map(str, narrow),
-    ]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256("|".join(parts).encode()).hexdigest()[:32]
-    return root / "zerokl" / "attest" / f"{name}.json"
-
-
-def driver_version() -> str:
-    """Of the NVIDIA kernel driver, or torch's CUDA version where that is hidden."""
-    path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
-    return found[0] if found else f"CUDA {torch.version.cuda}"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shared_ops.fused.op import Widths, add_rmsnorm, rotated_heads
+from shared_ops.fused.op import Places, Widths, add_rmsnorm, rotated_heads
 from shared_ops.model.config import ModelConfig
 from shared_ops.rmsnorm.op import rmsnorm
 from shared_ops.rope.op import rope
@@ -33,7 +33,8 @@ def residuals(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
 
 
 def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
-    """(got, wanted): rotated queries and keys, normalised or not, at several row counts."""
+    """(got, wanted): rotated queries and keys, normalised or not, side by side and with keys and
+    values in pages, at several row counts."""
     counts, width = (config.num_heads, config.num_kv_heads, config.num_kv_heads), config.head_dim
     rows = max(300, -(-VALUES // (sum(counts[:2]) * width)))
     qkv_TN, w_2E = random(rows, sum(counts) * width), random(2, width)
@@ -41,10 +42,16 @@ def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
     norms = (w_2E[0].clone(), w_2E[1].clone()) if config.qk_norm else None
     pairs = []
     for count in (*ROWS, rows):
-        some = (angles[0][:count], angles[1][:count])
-        got = rotated_heads(qkv_TN[:count], counts[:2], norms, some, config.norm_eps)
-        parts = qkv_TN[:count].view(count, -1, width).split(counts, dim=1)[:2]
+        some, eps = (angles[0][:count], angles[1][:count]), config.norm_eps
+        parts = qkv_TN[:count].view(count, -1, width).split(counts, dim=1)
+        wanted = list(parts[:2])
         if norms:
-            parts = [rmsnorm(x, w, config.norm_eps) for x, w in zip(parts, norms, strict=True)]
-        pairs += zip(got, (rope(x, *some) for x in parts), strict=True)
+            wanted = [rmsnorm(x, w, eps) for x, w in zip(wanted, norms, strict=True)]
+        wanted = [rope(x, *some) for x in wanted]
+        got = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps)
+        pages = qkv_TN.new_zeros((2, count, 1, counts[1], width))
+        places = Places(*pages, torch.arange(count, device=qkv_TN.device).flip(0))
+        q_THE, _ = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps, places)
+        k_TKE, v_TKE = pages[:, :, 0].flip(1)
+        pairs += zip((*got, q_THE, k_TKE, v_TKE), (*wanted, *wanted, parts[2]), strict=True)
     return pairs

@@ -13,7 +13,7 @@ from torch import Tensor
 from shared_ops.attention.op import packed_attention, paged_attention
 from shared_ops.embedding.op import embedding
 from shared_ops.linear.op import linear
-from shared_ops.logprob.op import scaled_logits, select_logprobs, token_logprobs
+from shared_ops.logprob.op import head_logits, scaled_logits, select_logprobs, token_logprobs
 from shared_ops.lora.op import lora
 from shared_ops.rmsnorm.op import rmsnorm
 from shared_ops.rope.op import rope
@@ -29,10 +29,11 @@ class OpSet(NamedTuple):
     embedding: Callable[..., Tensor]
     packed_attention: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
+    head_logits: Callable[..., Tensor]
     scaled_logits: Callable[..., Tensor]
     select_logprobs: Callable[..., Tensor]
     token_logprobs: Callable[..., tuple[Tensor, Tensor]]
-    fuses: bool = False  # whether `shared_ops.fused` may stand for rmsnorm and rope
+    fuses: bool = False  # whether `shared_ops.fused` may stand for neighbouring ops
     needs_proof: bool = True  # only where the attestation saw equal bits
 
 
@@ -45,6 +46,7 @@ EXACT = OpSet(
     embedding=embedding,
     packed_attention=packed_attention,
     paged_attention=paged_attention,
+    head_logits=head_logits,
     scaled_logits=scaled_logits,
     select_logprobs=select_logprobs,
     token_logprobs=token_logprobs,

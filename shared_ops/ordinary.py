@@ -93,10 +93,14 @@ def paged_attention(q_THE: Tensor, k_pages_PSKE: Tensor, v_pages_PSKE: Tensor, l
     return torch.cat(outputs)
 
 
+def head_logits(hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
+    return F.linear(hidden_BD, head_VD).float()
+
+
 def scaled_logits(
     hidden_BD: Tensor, head_VD: Tensor, temperature_B: Tensor, vocab_limit: int
 ) -> Tensor:
-    logits_BV = F.linear(hidden_BD, head_VD).float() / temperature_B.unsqueeze(-1)
+    logits_BV = head_logits(hidden_BD, head_VD) / temperature_B.unsqueeze(-1)
     masked_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) >= vocab_limit
     return logits_BV.masked_fill(masked_V, float("-inf"))
 
@@ -130,6 +134,7 @@ ORDINARY = OpSet(
     embedding=embedding,
     packed_attention=packed_attention,
     paged_attention=paged_attention,
+    head_logits=head_logits,
     scaled_logits=scaled_logits,
     select_logprobs=select_logprobs,
     token_logprobs=token_logprobs,

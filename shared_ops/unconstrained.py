@@ -26,6 +26,11 @@ def library_product(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tenso
     return torch.mm(x_MK, w_NK.T, out_dtype=out_dtype)
 
 
+def head_logits(hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
+    """As `logprob.op.head_logits`, on CUDA, without gradients."""
+    return library_product(hidden_BD, head_VD, torch.float32)
+
+
 def scaled_logits(
     hidden_BD: Tensor, head_VD: Tensor, temperature_B: Tensor, vocab_limit: int
 ) -> Tensor:
@@ -48,6 +53,7 @@ UNCONSTRAINED = EXACT._replace(
     linear=ORDINARY.linear,
     lora=ORDINARY.lora,
     paged_attention=paged_attention,
+    head_logits=head_logits,
     scaled_logits=scaled_logits,
     needs_proof=False,
 )

@@ -22,6 +22,7 @@ from shared_ops.checksum import kernels as checksum_kernels
 from shared_ops.checksum import reference as checksum_reference
 from shared_ops.embedding import kernels as embedding_kernels
 from shared_ops.embedding import reference as embedding_reference
+from shared_ops.fused import kernels as fused_kernels
 from shared_ops.linear import kernels as linear_kernels
 from shared_ops.linear import reference as linear_reference
 from shared_ops.logprob import kernels as logprob_kernels
@@ -213,6 +214,23 @@ def check_optimizer() -> None:
             all_close(getattr(fused, name), getattr(plain, name))
         for got, master in zip(fused.copies if copies else (), fused.masters, strict=False):
             assert torch.equal(got, master.half())
+
+
+def check_draw_scored() -> None:
+    """Against the ops one by one; a chunk without a token below the limit, ties, a greedy row."""
+    rows, vocabulary, limit = 4, 8200, 8190
+    keys_B2, positions_B = torch.arange(2 * rows).view(rows, 2) * 77, torch.tensor([0, 5, 9, 11])
+    greedy_B, heat_B = torch.tensor([False, True, False, True]), torch.tensor([1, 0.7, 2, 1.3])
+    logits_BV = torch.randn(rows, vocabulary)
+    logits_BV[:, limit:] = 1e9
+    logits_BV[3, 4095] = logits_BV[3, 4096] = 50.0
+    given = heat_B, greedy_B, keys_B2, positions_B
+    tokens_B, logprobs_B = fused_kernels.draw_scored(logits_BV, *given, limit)
+    logits_BV.div_(heat_B.unsqueeze(1))[:, limit:] = float("-inf")
+    drawn_B = sample_kernels.draw(logits_BV, keys_B2, positions_B)
+    wanted_B = torch.where(greedy_B, sample_kernels.first_argmax(logits_BV), drawn_B)
+    assert torch.equal(tokens_B, wanted_B) and tokens_B[3] == 4095
+    close(logprobs_B, logits_BV.log_softmax(-1).gather(1, wanted_B.unsqueeze(1))[:, 0])
 
 
 def check_packed_attention() -> None:

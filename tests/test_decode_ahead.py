@@ -26,9 +26,9 @@ class EagerGraphs(DecodeGraphs):
         """Nothing to capture."""
 
     def _replay(self, key) -> None:
-        rows, bound, any_greedy = key
+        rows, bound = key
         inputs, _ = carve(self._inputs, rows, self._pages(bound))
-        self._step(inputs, inputs.contexts_B.tolist(), any_greedy)
+        self._step(inputs, inputs.contexts_B.tolist())
         self.replays += 1
 
 

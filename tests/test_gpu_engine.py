@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_runs import LIMITS, served
-from gpu import HALVES, needs_gpu, randn, same_bits
+from gpu import HALVES, module, needs_gpu, randn, same_bits
 from toy_models import toy_folder
 
 from rollout import Completion, Engine, EngineConfig, EngineError, SamplingParams
 from shared_ops import attest_fused
-from shared_ops.fused.op import can_be, is_allowed
+from shared_ops.fused.op import can_be, is_allowed, may_draw
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.weights import make_manifest
 
@@ -110,10 +110,20 @@ def test_fused_launches_give_the_bits_of_the_ops_one_by_one(folder, head, dtype)
         assert sum(same_bits(got, wanted) for got, wanted in found) > 1_000_000
 
 
+@pytest.mark.parametrize("vocabulary", [130, 5003, 49152])
+def test_scored_draws_give_the_bits_of_the_ops_one_by_one(vocabulary) -> None:
+    compared, differing = 0, 0
+    pairs = module("attest_logprob").draws(vocabulary, torch.Generator("cuda").manual_seed(1))
+    for got, wanted in pairs:
+        compared, differing = compared + got.numel(), differing + int((got != wanted).sum())
+    assert compared >= 1_000_000 and differing == 0
+
+
 def test_the_engine_takes_fused_launches_where_they_were_proved(folder) -> None:
     engine = engine_of(folder, True)
     x_TD = engine.weights.embed_VD[:3]
     assert not is_allowed(x_TD, 16), "gradients are enabled"
+    assert may_draw(engine.model.head_VD)
     with torch.inference_mode():
         assert is_allowed(x_TD, 16) and not is_allowed(x_TD, 32)
 

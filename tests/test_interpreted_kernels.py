@@ -21,6 +21,7 @@ CHECKS = (
     "sample",
     "checksum",
     "optimizer",
+    "draw_scored",
     "packed_attention",
     "paged_attention",
     "unconstrained",

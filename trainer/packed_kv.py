@@ -14,6 +14,12 @@ class PackedKV:
         self.attention = attention
         self.starts = starts
 
-    def attend(self, layer: int, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def places(self, layer: int) -> None:
+        """Nowhere."""
+
+    def attend(
+        self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None
+    ) -> Tensor:
         """[T, H, E], causal within each sequence, differentiable."""
+        assert k_TKE is not None and v_TKE is not None
         return self.attention(q_THE, k_TKE, v_TKE, self.starts)

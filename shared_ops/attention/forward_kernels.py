@@ -83,17 +83,21 @@ def _advance(
 def _chunk(
     low, high, seen_by_all, q, last, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
     width: tl.constexpr, scale, ROWS: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """The state of positions low to high, from nothing: tiles that all rows see, then the rest."""
-    middle = tl.maximum(tl.minimum(seen_by_all, high), low)
+    """The state of positions low to high, from nothing: tiles that all rows see, then the rest.
+
+    ONE_LOOP: no tile apart, so that the pipeline of loads is filled only once.
+    """
+    middle = low if ONE_LOOP else tl.maximum(tl.minimum(seen_by_all, high), low)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS, 16), tl.float32)
     acc = tl.zeros((ROWS, WIDE), tl.float32)
-    top, total, acc = _advance(
-        top, total, acc, q, last, low, middle, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
-        width, scale, TILE, WIDE, PAGE, False,
-    )  # fmt: skip
+    if not ONE_LOOP:
+        top, total, acc = _advance(
+            top, total, acc, q, last, low, middle, k_ptr, v_ptr, start, pages_ptr, stride_k,
+            stride_v, width, scale, TILE, WIDE, PAGE, False,
+        )  # fmt: skip
     top, total, acc = _advance(
         top, total, acc, q, last, middle, high, k_ptr, v_ptr, start, pages_ptr, stride_k, stride_v,
         width, scale, TILE, WIDE, PAGE, True,
@@ -130,15 +134,20 @@ def _finish(
 
 @triton.jit
 def _row_tile(tiles_ptr, starts_ptr, contexts_ptr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-              PAGED: tl.constexpr):  # fmt: skip
+              PAGED: tl.constexpr, DECODE: tl.constexpr):  # fmt: skip
     """Of this program: sequence, its first token, context, and each row's query, head, validity.
 
-    Rows past the end repeat the last query; they are not stored.
+    Rows past the end repeat the last query; they are not stored. DECODE: sequence i is token i.
     """
-    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-    first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
-    start = tl.load(starts_ptr + sequence)
-    queries = tl.load(starts_ptr + sequence + 1) - start
+    sequence = tl.program_id(0)
+    start = sequence
+    first = 0
+    queries = 1
+    if not DECODE:
+        sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
+        first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+        start = tl.load(starts_ptr + sequence)
+        queries = tl.load(starts_ptr + sequence + 1) - start
     context = tl.load(contexts_ptr + sequence) if PAGED else queries
     row = first + tl.arange(0, ROWS)
     query = tl.minimum(row // GROUP, queries - 1)
@@ -177,10 +186,12 @@ def forward(
     SPLIT: tl.constexpr,
     SINGLE: tl.constexpr,
     LSE: tl.constexpr,
+    DECODE: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):
     """SINGLE: no row of these tiles sees a second chunk, and merging one changes no bit."""
     sequence, start, before, query, head, valid, lowest, highest = _row_tile(
-        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGE > 0
+        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGE > 0, DECODE
     )
     kv_head = tl.program_id(1)
     e = tl.arange(0, WIDE)
@@ -195,7 +206,7 @@ def forward(
     if SINGLE:
         top, total, acc = _chunk(
             0, stop, seen_by_all, q, last, k_base, v_base, start, pages, stride_k, stride_v, width,
-            scale, ROWS, TILE, WIDE, PAGE,
+            scale, ROWS, TILE, WIDE, PAGE, ONE_LOOP,
         )  # fmt: skip
     else:
         top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -207,7 +218,7 @@ def forward(
             high = tl.minimum(stop, low + CHUNK)
             chunk_top, chunk_total, chunk_acc = _chunk(
                 low, high, seen_by_all, q, last, k_base, v_base, start, pages, stride_k, stride_v,
-                width, scale, ROWS, TILE, WIDE, PAGE,
+                width, scale, ROWS, TILE, WIDE, PAGE, ONE_LOOP,
             )  # fmt: skip
             top, total, acc = _merge(top, total, acc, chunk_top, chunk_total, chunk_acc)
     if SPLIT:
@@ -255,9 +266,10 @@ def merge_chunks(
     WIDE: tl.constexpr,
     PAGED: tl.constexpr,
     LSE: tl.constexpr,
+    DECODE: tl.constexpr,
 ):
     _, start, _, query, head, valid, _, highest = _row_tile(
-        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGED
+        tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGED, DECODE
     )
     r = tl.arange(0, ROWS)
     e = tl.arange(0, WIDE)

@@ -28,11 +28,12 @@ SHORT = 512
 
 
 class Schedule(NamedTuple):
-    """Rows in a tile, warps, and depth of the software pipeline."""
+    """Rows in a tile, warps, and depth of the software pipeline; `one_loop`: see the kernel."""
 
     rows: int
     warps: int
     stages: int
+    one_loop: bool = False
 
 
 SMALL = Schedule(16, 2, 2)
@@ -211,7 +212,7 @@ def paged_forward(
     if split is None:
         split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
     programs = 0 if chunks == 1 else chunks if split else 1
-    attend(q_THE, source, few, small, o_THE, None, programs, chunk)
+    attend(q_THE, source, few, small, o_THE, None, programs, chunk, is_decode)
     if is_decode:
         return o_THE
     large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
@@ -232,11 +233,12 @@ def attend(
     lse_TH: Tensor | None,
     chunks: int = 1,
     chunk: int | None = None,
+    is_decode: bool = False,
 ) -> None:
     """Fill o_THE (and the base-2 log of the row sums) for the given tiles of rows.
 
     With `chunks` above 1 the positions are split among so many programs a tile; 0 says that no
-    row of these tiles sees more than one chunk.
+    row of these tiles sees more than one chunk. is_decode: tile i is the one query of sequence i.
     """
     if not len(tiles):
         return
@@ -255,13 +257,13 @@ def attend(
         q_THE, source.k_NKE, source.v_NKE, *common, *contexts, heads, width, q_THE.stride(0),
         source.k_NKE.stride(0), source.v_NKE.stride(0), width**-0.5 * LOG2_E,
         TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, SINGLE=chunks == 0,
-        LSE=lse_TH is not None, **shape,
+        LSE=lse_TH is not None, DECODE=is_decode, ONE_LOOP=schedule.one_loop, **shape,
         num_warps=schedule.warps, num_stages=schedule.stages,
     )  # fmt: skip
     if chunks > 1:
         forward_kernels.merge_chunks[(len(tiles), kv_heads)](
             *common, *contexts[:1], heads, width, chunks, PAGED=source.page_size > 0,
-            LSE=lse_TH is not None, **shape, num_warps=4,
+            LSE=lse_TH is not None, DECODE=is_decode, **shape, num_warps=4,
         )  # fmt: skip
 
 

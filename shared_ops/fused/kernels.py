@@ -1,12 +1,21 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
-"""fused on CUDA (see op.py). Tiles, warps and the order of a sum are those of rmsnorm."""
+"""fused on CUDA (see op.py). Tiles, warps and the order of a sum are those of the ops' own."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from shared_ops.logprob.kernels import (
+    CHUNK,
+    chosen_logit,
+    exponentials,
+    row_and_chunk,
+    row_sum,
+    scaled,
+)
 from shared_ops.primitives import aligned
+from shared_ops.sample.kernels import gumbel, philox, row_key
 
 TILE_VALUES = 4096
 
@@ -27,19 +36,42 @@ def add_rmsnorm(x_TD: Tensor, y_TD: Tensor, w_D: Tensor, eps: float) -> tuple[Te
     return sum_TD, normed_TD
 
 
-def rotated_heads(qkv_TN, heads, norms, angles, eps: float) -> tuple[Tensor, Tensor]:
+def rotated_heads(qkv_TN, heads, norms, angles, eps: float, places=None):
     cos_TR, sin_TR = angles
     tokens, half = cos_TR.shape
     count, tile = sum(heads), _tile(2 * half)
-    out_THE = torch.empty((tokens, count, 2 * half), dtype=qkv_TN.dtype, device=qkv_TN.device)
+    kept = heads[0] if places else count
+    out_THE = torch.empty((tokens, kept, 2 * half), dtype=qkv_TN.dtype, device=qkv_TN.device)
     if tokens:
         q_norm_E, k_norm_E = (aligned(w_E) for w_E in norms) if norms else (cos_TR, cos_TR)
         _rotated_heads[(tokens, triton.cdiv(count, tile["ROWS"]))](
             aligned(qkv_TN), q_norm_E, k_norm_E, cos_TR.contiguous(), sin_TR.contiguous(), out_THE,
-            heads[0], count, qkv_TN.shape[1], half, 2 * half, eps, NORM=norms is not None,
+            *(places or (out_THE, out_THE, out_THE)), heads[0], count, qkv_TN.shape[1], half,
+            2 * half, eps, NORM=norms is not None, PAGED=places is not None,
             HALF=triton.next_power_of_2(half), **tile,
         )  # fmt: skip
-    return out_THE[:, : heads[0]], out_THE[:, heads[0] :]
+    return out_THE[:, : heads[0]], None if places else out_THE[:, heads[0] :]
+
+
+def draw_scored(logits_BV, temperature_B, greedy_B, keys_B2, positions_B, vocab_limit: int):
+    (rows, vocabulary), device = logits_BV.shape, logits_BV.device
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    tokens_B = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs_B = torch.empty(rows, dtype=torch.float32, device=device)
+    if rows:
+        logits_BV, temperature_B = aligned(logits_BV), temperature_B.contiguous()
+        parts_3BJ = torch.empty((3, rows, chunks), dtype=torch.float32, device=device)
+        index_BJ = torch.empty((rows, chunks), dtype=torch.int32, device=device)
+        _draw_chunk[(rows, chunks)](
+            logits_BV, temperature_B, greedy_B.contiguous(), keys_B2.contiguous(),
+            positions_B.contiguous(), *parts_3BJ, index_BJ, vocabulary, vocab_limit, chunks,
+            CHUNK=CHUNK, num_warps=4,
+        )  # fmt: skip
+        _draw_row[(rows,)](
+            logits_BV, temperature_B, *parts_3BJ, index_BJ, tokens_B, logprobs_B, vocabulary,
+            vocab_limit, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1,
+        )  # fmt: skip
+    return tokens_B, logprobs_B
 
 
 @triton.jit
@@ -77,10 +109,15 @@ def _add_rmsnorm(
 
 @triton.jit(do_not_specialize=["query_heads", "heads"])
 def _rotated_heads(
-    x_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, y_ptr, query_heads, heads, stride, half,
-    width, eps, NORM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, y_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
+    query_heads, heads, stride, half, width, eps, NORM: tl.constexpr, PAGED: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One token, one tile of its heads: a head's square sum over whole rows, then its halves."""
+    """One token, one tile of its heads: a head's square sum over whole rows, then its halves.
+
+    PAGED: y has the query heads only, and keys and their values, which lie behind the keys, go to
+    the token's slot.
+    """
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, HALF)
@@ -108,8 +145,60 @@ def _rotated_heads(
     sin = tl.load(sin_ptr + t * half + r, mask=r < half, other=0.0)[None, :]
     cos = tl.broadcast_to(cos, first.shape)
     sin = tl.broadcast_to(sin, first.shape)
-    y_ptrs = y_ptr + (t * heads + h[:, None]) * width + r[None, :]
     left = _product(first, cos) - _product(second, sin)
     right = _product(second, cos) + _product(first, sin)
-    tl.store(y_ptrs, left.to(dtype), mask=inside)
-    tl.store(y_ptrs + half, right.to(dtype), mask=inside)
+    kept = query_heads if PAGED else heads
+    is_kept = inside & (h[:, None] < kept)
+    y_ptrs = y_ptr + (t * kept + h[:, None]) * width + r[None, :]
+    tl.store(y_ptrs, left.to(dtype), mask=is_kept)
+    tl.store(y_ptrs + half, right.to(dtype), mask=is_kept)
+    if PAGED:
+        kv_heads = heads - query_heads
+        is_key = inside & (h[:, None] >= query_heads)
+        slot = tl.load(slots_ptr + t).to(tl.int64)
+        to = (slot * kv_heads + h[:, None] - query_heads) * width + r[None, :]
+        tl.store(k_pages_ptr + to, left.to(dtype), mask=is_key)
+        tl.store(k_pages_ptr + to + half, right.to(dtype), mask=is_key)
+        v_ptrs = x_ptrs + kv_heads * width
+        tl.store(v_pages_ptr + to, tl.load(v_ptrs, mask=is_key), mask=is_key)
+        tl.store(v_pages_ptr + to + half, tl.load(v_ptrs + half, mask=is_key), mask=is_key)
+
+
+@triton.jit(do_not_specialize=["limit", "chunks"])
+def _draw_chunk(
+    logits_ptr, temperature_ptr, greedy_ptr, keys_ptr, positions_ptr, score_ptr, top_ptr, sum_ptr,
+    index_ptr, vocabulary, limit, chunks, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A chunk's best score and its lowest token, and the maximum and sum of `logprob`."""
+    row, v, at = row_and_chunk(vocabulary, CHUNK)
+    x = scaled(logits_ptr, temperature_ptr, row, v, at, vocabulary, limit)
+    top, _, p = exponentials(x)
+    k0, k1, position = row_key(keys_ptr, positions_ptr, row)
+    block = tl.program_id(1) * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+    w0, w1, w2, w3 = philox(block.to(tl.uint32), position, k0, k1)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (CHUNK,))
+    score = x + tl.where(tl.load(greedy_ptr + row) != 0, 0.0, gumbel(word))
+    best = tl.max(score, 0)
+    to = row * chunks + tl.program_id(1)
+    tl.store(score_ptr + to, best)
+    tl.store(index_ptr + to, tl.min(tl.where(score == best, v, 0x7FFFFFFF), 0))
+    tl.store(top_ptr + to, top)
+    tl.store(sum_ptr + to, tl.sum(p, 0))
+
+
+@triton.jit(do_not_specialize=["limit", "chunks"])
+def _draw_row(
+    logits_ptr, temperature_ptr, score_ptr, top_ptr, sum_ptr, index_ptr, tokens_ptr, logprobs_ptr,
+    vocabulary, limit, chunks, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, CHUNKS)
+    at = row * chunks + j
+    score = tl.load(score_ptr + at, mask=j < chunks, other=float("-inf"))
+    index = tl.load(index_ptr + at, mask=j < chunks, other=0x7FFFFFFF)
+    token = tl.min(tl.where(score == tl.max(score, 0), index, 0x7FFFFFFF), 0)
+    token = tl.minimum(token, limit - 1).to(tl.int64)
+    _, _, _, top, total = row_sum(top_ptr, sum_ptr, at, j < chunks)
+    chosen = chosen_logit(logits_ptr, temperature_ptr, row, token, vocabulary)
+    tl.store(tokens_ptr + row, token)
+    tl.store(logprobs_ptr + row, chosen - top - tl.log(total))

@@ -1,7 +1,9 @@
 """fused: neighbouring ops in one launch, with the bits of the ops one by one.
 
 No contract of its own: `add_rmsnorm` is the rounded sum of the residual and then `rmsnorm`;
-`rotated_heads` is `rmsnorm` of every query and key head (where the model has that) and then `rope`.
+`rotated_heads` is `rmsnorm` of every query and key head (where the model has that), then `rope`,
+then the copy of keys and values into pages; `draw_scored` is `scaled_logits` after the head's
+product, then `draw` or `greedy`, then `select_logprobs`, reading the logits once.
 CUDA only, and without gradients. Sums run in the register layout of `rmsnorm`, and `rope`'s
 products are kept from fused multiply-add, so equality is expected; it is used only where the
 attestation saw it (`allow`).
@@ -26,11 +28,19 @@ class Widths(NamedTuple):
     dtype: torch.dtype
 
 
-_allowed: set[Widths] = set()
+class Places(NamedTuple):
+    """Where T tokens' keys and values go: pages [P, S, K, E], and int64 page x S + place in it."""
+
+    k_pages_PSKE: Tensor
+    v_pages_PSKE: Tensor
+    slots_T: Tensor
 
 
-def allow(widths: Widths, is_equal: bool) -> None:
-    """The attestation's verdict."""
+_allowed: set[Widths | int] = set()
+
+
+def allow(widths: Widths | int, is_equal: bool) -> None:
+    """The attestation's verdict; a number is the vocabulary that `draw_scored` was tried with."""
     (_allowed.add if is_equal else _allowed.discard)(widths)
 
 
@@ -44,6 +54,11 @@ def is_allowed(x_TD: Tensor, head: int, needs_proof: bool = True) -> bool:
         return False
     widths = Widths(x_TD.shape[-1], head, x_TD.dtype)
     return widths in _allowed if needs_proof else can_be(widths)
+
+
+def may_draw(head_VD: Tensor, needs_proof: bool = True) -> bool:
+    """Whether `draw_scored` may be used with this head."""
+    return head_VD.is_cuda and (head_VD.shape[0] in _allowed or not needs_proof)
 
 
 def _schedules(x: Tensor) -> ModuleType:
@@ -71,7 +86,8 @@ def rotated_heads(
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor],
     eps: float,
-) -> tuple[Tensor, Tensor]:
+    places: Places | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Query and key heads of the fused projection, normalised and rotated.
 
     Args:
@@ -80,8 +96,34 @@ def rotated_heads(
         norms: [E] weights of the queries' and the keys' rmsnorm, or None.
         angles: float32 [T, E / 2] cosines and sines.
         eps: of rmsnorm.
+        places: where keys and values are put, or None.
 
     Returns:
-        [T, H, E] and [T, K, E], views of one array.
+        [T, H, E], and [T, K, E], a view of the same array (with places: None).
     """
-    return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps)
+    return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps, places)
+
+
+def draw_scored(
+    logits_BV: Tensor,
+    temperature_B: Tensor,
+    greedy_B: Tensor,
+    keys_B2: Tensor,
+    positions_B: Tensor,
+    vocab_limit: int,
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row, and its logprob.
+
+    Args:
+        logits_BV: [B, V] float32 on CUDA, the head's products, not scaled.
+        temperature_B: [B] float32, above 0.
+        greedy_B: [B] bool: take the likeliest token.
+        keys_B2: [B, 2] int64, as `draw` takes them.
+        positions_B: [B] int64, likewise.
+        vocab_limit: number of vocabulary rows that a token may come from, 1..V.
+
+    Returns:
+        int64 [B] tokens below the limit, and their float32 [B] logprobs.
+    """
+    given = temperature_B, greedy_B, keys_B2, positions_B
+    return _schedules(logits_BV).draw_scored(logits_BV, *given, vocab_limit)

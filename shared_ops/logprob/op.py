@@ -8,8 +8,9 @@ rounded below float32. A row's bits depend on that row, its temperature and the 
 CUDA: the vocabulary is reduced in chunks of 4096, each against its own maximum, and the chunks'
 sums are brought to the row's maximum and added in one fixed order.
 
-The sampler calls `scaled_logits`, draws, and calls `select_logprobs`; the trainer calls
-`token_logprobs`, which runs the same two functions on row blocks and keeps no [T, V] array.
+The sampler calls `scaled_logits`, draws, and calls `select_logprobs` (or `fused.draw_scored`, which
+does the three at once); the trainer calls `token_logprobs`, which does the same on row blocks and
+keeps no [T, V] array.
 Backward: logits are recomputed per row block; sums over tokens run in increasing order. CUDA:
 d logits is rounded to the input's dtype and both products are the library's; the blocks of d head
 are added in float32. It is bit-equal from run to run for one packing. The entropy's gradient, with
@@ -29,6 +30,11 @@ from shared_ops.logprob.restricted import Restriction
 
 def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("logprob", x) if x.is_cuda else reference
+
+
+def head_logits(hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
+    """float32 [B, V]: the head's products as they are; arguments as in `scaled_logits`."""
+    return _schedules(hidden_BD).head_logits(hidden_BD, head_VD)
 
 
 def scaled_logits(

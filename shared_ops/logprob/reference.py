@@ -8,8 +8,12 @@ from shared_ops.primitives import fixed_product, row_sum, token_product
 LOGITS_LIMIT = 1 << 24
 
 
+def head_logits(hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
+    return fixed_product(hidden_BD, head_VD.T)
+
+
 def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -> Tensor:
-    logits_BV = fixed_product(hidden_BD, head_VD.T).div_(temperature_B.unsqueeze(-1))
+    logits_BV = head_logits(hidden_BD, head_VD).div_(temperature_B.unsqueeze(-1))
     if vocab_limit < logits_BV.shape[1]:
         logits_BV[:, vocab_limit:] = float("-inf")
     return logits_BV

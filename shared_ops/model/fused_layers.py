@@ -47,7 +47,10 @@ def _attention(
     heads, norms = (config.num_heads, config.num_kv_heads), None
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
         norms = layer.q_norm_E, layer.k_norm_E
-    q_THE, k_TKE = rotated_heads(qkv_TN, heads, norms, angles, config.norm_eps)
-    v_TKE = qkv_TN.view(len(x_TD), -1, config.head_dim)[:, sum(heads) :]
+    places = kv.places(index)
+    q_THE, k_TKE = rotated_heads(qkv_TN, heads, norms, angles, config.norm_eps, places)
+    v_TKE = None
+    if places is None:
+        v_TKE = qkv_TN.view(len(x_TD), -1, config.head_dim)[:, sum(heads) :]
     o_THE = kv.attend(index, q_THE, k_TKE, v_TKE)
     return project(ops, adapters.output, o_THE.reshape(len(x_TD), -1), layer.output_DN)

@@ -54,7 +54,7 @@ def philox_words(keys_B2: Tensor, positions_B: Tensor, vocabulary: int) -> Tenso
 
 
 @triton.jit
-def _philox(block, position, k0, k1):
+def philox(block, position, k0, k1):
     """Philox-4x32-10 at counter (block, position, 0, 0); all uint32."""
     c0 = block
     c1 = tl.zeros_like(block) + position
@@ -75,7 +75,7 @@ def _philox(block, position, k0, k1):
 
 
 @triton.jit
-def _row_key(keys_ptr, positions_ptr, row):
+def row_key(keys_ptr, positions_ptr, row):
     k0 = tl.load(keys_ptr + row * 2).to(tl.uint32)
     k1 = tl.load(keys_ptr + row * 2 + 1).to(tl.uint32)
     return k0, k1, tl.load(positions_ptr + row).to(tl.uint32)
@@ -85,8 +85,8 @@ def _row_key(keys_ptr, positions_ptr, row):
 def _write_words(keys_ptr, positions_ptr, words_ptr, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0)
     b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    k0, k1, position = _row_key(keys_ptr, positions_ptr, row)
-    w0, w1, w2, w3 = _philox(b.to(tl.uint32), position, k0, k1)
+    k0, k1, position = row_key(keys_ptr, positions_ptr, row)
+    w0, w1, w2, w3 = philox(b.to(tl.uint32), position, k0, k1)
     ptrs = words_ptr + (row * blocks + b) * 4
     tl.store(ptrs, w0.to(tl.int64), mask=b < blocks)
     tl.store(ptrs + 1, w1.to(tl.int64), mask=b < blocks)
@@ -95,7 +95,7 @@ def _write_words(keys_ptr, positions_ptr, words_ptr, blocks, BLOCKS: tl.constexp
 
 
 @triton.jit
-def _gumbel(word):
+def gumbel(word):
     """-log(-log u), u = (word + 1/2) / 2^32.
 
     Above 1/2 the inner logarithm is -2 atanh(w / (2 - w)) with w = 1 - u, which is known exactly
@@ -139,15 +139,15 @@ def _best_of_chunk(
     logits = logits_ptr + row.to(tl.int64) * vocabulary
     words = (b, b, b, b)
     if NOISE:
-        k0, k1, position = _row_key(keys_ptr, positions_ptr, row)
-        words = _philox(b.to(tl.uint32), position, k0, k1)
+        k0, k1, position = row_key(keys_ptr, positions_ptr, row)
+        words = philox(b.to(tl.uint32), position, k0, k1)
     best = tl.full((BLOCKS,), float("-inf"), tl.float32)
     best_v = tl.full((BLOCKS,), 0x7FFFFFFF, tl.int32)
     for j in tl.static_range(4):
         v = b * 4 + j
         score = tl.load(logits + v, mask=v < vocabulary, other=float("-inf"))
         if NOISE:
-            score = score + _gumbel(words[j])
+            score = score + gumbel(words[j])
         best, best_v = _better(score, v, best, best_v)
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, best_v, 0x7FFFFFFF), 0)
