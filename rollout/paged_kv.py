@@ -50,7 +50,8 @@ class BatchKV:
         self._batch = batch
 
     def places(self, layer: int) -> Places:
-        return Places(*self._kv.layers[layer], self._batch.slots_T)
+        k_pages_PSKE, v_pages_PSKE = self._kv.layers[layer]
+        return Places(k_pages_PSKE, v_pages_PSKE, self._batch.slots_T)
 
     def attend(
         self, layer: int, q_THE: Tensor, k_TKE: Tensor | None, v_TKE: Tensor | None

@@ -332,6 +332,13 @@ def _fused(prover: _Prover, config: ModelConfig, dtype: torch.dtype) -> bool:
         ),
         prover.keep("rmsnorm, fused with rope", name, lambda: attest_fused.heads(config, random)),
     ]
+    if dtype != torch.float32:
+        inner = f"{config.hidden_size} -> 2 x {config.intermediate_size}"
+        verdicts.append(
+            prover.keep(
+                "product, fused with swiglu", inner, lambda: attest_fused.gated(config, random)
+            )
+        )
     return all(verdicts)
 
 

@@ -5,10 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shared_ops.fused.op import Places, Widths, add_rmsnorm, rotated_heads
+from shared_ops.fused.op import (
+    GATED_ROWS,
+    Places,
+    Widths,
+    add_rmsnorm,
+    gated_linear,
+    rotated_heads,
+)
+from shared_ops.linear.op import linear
 from shared_ops.model.config import ModelConfig
 from shared_ops.rmsnorm.op import rmsnorm
 from shared_ops.rope.op import rope
+from shared_ops.swiglu.op import swiglu
 
 VALUES = 1_000_000
 ROWS = (1, 7, 130)
@@ -50,8 +59,20 @@ def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
         wanted = [rope(x, *some) for x in wanted]
         got = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps)
         pages = qkv_TN.new_zeros((2, count, 1, counts[1], width))
-        places = Places(*pages, torch.arange(count, device=qkv_TN.device).flip(0))
+        places = Places(pages[0], pages[1], torch.arange(count, device=qkv_TN.device).flip(0))
         q_THE, _ = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps, places)
         k_TKE, v_TKE = pages[:, :, 0].flip(1)
         pairs += zip((*got, q_THE, k_TKE, v_TKE), (*wanted, *wanted, parts[2]), strict=True)
+    return pairs
+
+
+def gated(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
+    """(got, wanted): swiglu of the gate's and up's products, at several row counts."""
+    counts, (width, inner) = (1, 7, 17, GATED_ROWS), (config.hidden_size, config.intermediate_size)
+    w_2FD = random(2 * inner, width) * width**-0.5
+    pairs = []
+    for _ in range(-(-VALUES // (sum(counts) * inner))):
+        x_TD = random(GATED_ROWS, width)
+        wanted_TF = swiglu(linear(x_TD, w_2FD))
+        pairs += [(gated_linear(x_TD[:count], w_2FD), wanted_TF[:count]) for count in counts]
     return pairs

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shared_ops import overlap
+
 NEVER = 1 << 62
 ALIGNMENT = 256
 # (most weights, rows): what is attested, and so the most rows of one call.
@@ -61,6 +63,10 @@ TILES = (
     (NEVER, NEVER, Tile(128, 128, 64, 8, 3, False)),
 )
 
+# At up to so many rows tiles, the same as for long K, are faster than the library at any K; but not
+# with very many columns.
+FEW_ROWS, MANY_COLUMNS = 16, 1 << 16
+
 # Verdicts of the attestation. They can change which of several bit-equal schedules runs, no bit.
 _outside: dict[Shape, frozenset[int]] = {}
 _dropped: set[Tile] = set()
@@ -84,7 +90,8 @@ def library_agrees(rows: int, shape: Shape) -> bool:
 
 def choose(rows: int, shape: Shape) -> Tile | None:
     """The schedule for so many rows, at most `library_limit`; None is the vendor library."""
-    if library_agrees(rows, shape):
+    is_narrow = rows <= FEW_ROWS and shape.columns < MANY_COLUMNS
+    if library_agrees(rows, shape) and not is_narrow:
         return None
     if shape.dtype == torch.float32:
         return FLOAT32_TILE
@@ -163,6 +170,9 @@ def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile:
     """One Triton schedule, into y."""
     (rows, depth), columns = x_MK.shape, w_NK.shape[0]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+    fetched = 0
+    if rows <= tile.rows and w_NK.stride(1) == 1:  # else it would be fetched for each row tile
+        fetched = overlap.fetched_depth(columns, depth, w_NK.element_size())
     _product[grid](
         x_MK,
         w_NK,
@@ -180,6 +190,9 @@ def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile:
         SWAPPED=tile.swapped,
         EVEN=depth % tile.depth == 0,
         BIAS=bias_N is not None,
+        FETCHED=fetched,
+        ITEMSIZE=w_NK.element_size(),
+        **overlap.options(x_MK.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -203,6 +216,9 @@ def _product(
     SWAPPED: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    FETCHED: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Programs of 8 neighbouring row tiles run together, so that they share w in the L2 cache."""
     row_tiles = tl.cdiv(rows, ROWS)
@@ -217,6 +233,9 @@ def _product(
     x_ptrs = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_xm + k[None, :]
     w_rows = tl.minimum(n, columns - 1).to(tl.int64)
     w_ptrs = w_ptr + w_rows[:, None] * stride_wn + k[None, :] * stride_wk
+    overlap.release(OVERLAP)
+    overlap.fetch(w_ptr + w_rows * stride_wn, FETCHED, ITEMSIZE, OVERLAP)
+    overlap.wait(OVERLAP)
     if SWAPPED:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
     else:

@@ -233,6 +233,14 @@ def check_draw_scored() -> None:
     close(logprobs_B, logits_BV.log_softmax(-1).gather(1, wanted_B.unsqueeze(1))[:, 0])
 
 
+def check_gated_linear() -> None:
+    """Both tiles: K below and above the first one's limit, neither a multiple of its depth."""
+    for rows, depth, columns in ((17, 40, 70), (3, 1030, 66)):
+        x_TD, w_2FD = torch.randn(rows, depth), torch.randn(2 * columns, depth) * depth**-0.5
+        wanted = swiglu_reference.forward(x_TD @ w_2FD.T)
+        close(fused_kernels.gated_linear(x_TD, w_2FD), wanted)
+
+
 def check_packed_attention() -> None:
     for heads, kv_heads, width in ((6, 2, 16), (2, 2, 24)):
         starts = [0, 1, 66, 66, 96]

@@ -105,7 +105,7 @@ def test_captured_steps_see_new_weights(folder) -> None:
 def test_fused_launches_give_the_bits_of_the_ops_one_by_one(folder, head, dtype) -> None:
     config = replace(ModelConfig.from_folder(folder), hidden_size=8 * head, head_dim=head)
     assert can_be(attest_fused.widths_of(config, dtype))
-    for pairs in (attest_fused.residuals, attest_fused.heads):
+    for pairs in (attest_fused.residuals, attest_fused.heads, attest_fused.gated):
         found = pairs(config, lambda *shape: randn(*shape, dtype=dtype))
         assert sum(same_bits(got, wanted) for got, wanted in found) > 1_000_000
 

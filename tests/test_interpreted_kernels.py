@@ -22,6 +22,7 @@ CHECKS = (
     "checksum",
     "optimizer",
     "draw_scored",
+    "gated_linear",
     "packed_attention",
     "paged_attention",
     "unconstrained",

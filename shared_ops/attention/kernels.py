@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from shared_ops import overlap
 from shared_ops.attention import backward_kernels, forward_kernels
 
 KV_TILE = 64
@@ -36,12 +37,23 @@ class Schedule(NamedTuple):
     one_loop: bool = False
 
 
-SMALL = Schedule(16, 2, 2)
+# Tails of prompts and decode: many programs share a multiprocessor, or one has it to itself and
+# loads far ahead.
+SMALL, ALONE = Schedule(16, 4, 3, True), Schedule(16, 4, 5, True)
+MULTIPROCESSORS = 132
+STAGE_BYTES = 160 * 1024
 
 
-def small_schedule(group: int) -> Schedule:
-    """For decode and tails of prompts: a tile holds at least one query of the group."""
-    return SMALL._replace(rows=max(SMALL.rows, triton.next_power_of_2(group)))
+def small_schedule(group: int, programs: int, wide: int, itemsize: int) -> Schedule:
+    """A tile holds at least one query of the group; its pipeline fits shared memory."""
+    wanted = ALONE if programs <= MULTIPROCESSORS else SMALL
+    fitting = STAGE_BYTES // (2 * KV_TILE * wide * itemsize)
+    rows = max(wanted.rows, triton.next_power_of_2(group))
+    return wanted._replace(rows=rows, stages=max(1, min(wanted.stages, fitting)))
+
+
+def padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
 
 
 def large_schedule(width: int, dtype: torch.dtype, longest: int = 1 << 30) -> Schedule:
@@ -200,7 +212,9 @@ def paged_forward(
     )
     o_THE = torch.empty(q_THE.shape, dtype=out_dtype or q_THE.dtype, device=device)
     q_THE = _rows_contiguous(q_THE)
-    small = small_schedule(group)
+    width, kv_heads = q_THE.shape[2], k_pages_PSKE.shape[2]
+    programs = len(lens) * kv_heads
+    small = small_schedule(group, programs, padded(width), q_THE.element_size())
     is_decode = lens == (group,) * len(lens)
     few = (
         _decode_tiles(len(lens), device)
@@ -210,12 +224,12 @@ def paged_forward(
     chunk = chunk or CHUNK
     chunks = -(-max(layout.context_lens, default=1) // chunk)
     if split is None:
-        split = len(few) * k_pages_PSKE.shape[2] < SPLIT_PROGRAMS
-    programs = 0 if chunks == 1 else chunks if split else 1
-    attend(q_THE, source, few, small, o_THE, None, programs, chunk, is_decode)
+        split = len(few) * kv_heads < SPLIT_PROGRAMS
+    parts = 0 if chunks == 1 else chunks if split else 1
+    attend(q_THE, source, few, small, o_THE, None, parts, chunk, is_decode)
     if is_decode:
         return o_THE
-    large = large_schedule(q_THE.shape[2], q_THE.dtype, max(lens, default=0) // group)
+    large = large_schedule(width, q_THE.dtype, max(lens, default=0) // group)
     single, others = _tiles_by_chunks(
         lens, tuple(layout.context_lens), group, large.rows, small.rows, device
     )
@@ -244,7 +258,7 @@ def attend(
         return
     heads, width = q_THE.shape[1:]
     kv_heads = source.k_NKE.shape[1]
-    wide = max(16, triton.next_power_of_2(width))
+    wide, begin = padded(width), overlap.options(q_THE.device)
     state = o_THE
     if chunks > 1:
         values = len(tiles) * kv_heads * chunks * schedule.rows * (wide + 2)
@@ -257,13 +271,13 @@ def attend(
         q_THE, source.k_NKE, source.v_NKE, *common, *contexts, heads, width, q_THE.stride(0),
         source.k_NKE.stride(0), source.v_NKE.stride(0), width**-0.5 * LOG2_E,
         TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, SINGLE=chunks == 0,
-        LSE=lse_TH is not None, DECODE=is_decode, ONE_LOOP=schedule.one_loop, **shape,
+        LSE=lse_TH is not None, DECODE=is_decode, ONE_LOOP=schedule.one_loop, **shape, **begin,
         num_warps=schedule.warps, num_stages=schedule.stages,
     )  # fmt: skip
     if chunks > 1:
         forward_kernels.merge_chunks[(len(tiles), kv_heads)](
             *common, *contexts[:1], heads, width, chunks, PAGED=source.page_size > 0,
-            LSE=lse_TH is not None, DECODE=is_decode, **shape, num_warps=4,
+            LSE=lse_TH is not None, DECODE=is_decode, **shape, **begin, num_warps=4,
         )  # fmt: skip
 
 
@@ -278,7 +292,7 @@ def packed_backward(do_THE, q_THE, k_TKE, v_TKE, o_THE, lse_TH, starts: list[int
         torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q_THE, k_TKE, v_TKE)
     )
     delta_TH = torch.empty((tokens, heads), dtype=torch.float32, device=device)
-    wide = max(16, triton.next_power_of_2(width))
+    wide = padded(width)
     if tokens:
         grid = (triton.cdiv(tokens * heads, 64),)
         backward_kernels.delta[grid](

@@ -2,7 +2,8 @@
 
 No contract of its own: `add_rmsnorm` is the rounded sum of the residual and then `rmsnorm`;
 `rotated_heads` is `rmsnorm` of every query and key head (where the model has that), then `rope`,
-then the copy of keys and values into pages; `draw_scored` is `scaled_logits` after the head's
+then the copy of keys and values into pages; `gated_linear` is `linear` and then `swiglu`;
+`draw_scored` is `scaled_logits` after the head's
 product, then `draw` or `greedy`, then `select_logprobs`, reading the logits once.
 CUDA only, and without gradients. Sums run in the register layout of `rmsnorm`, and `rope`'s
 products are kept from fused multiply-add, so equality is expected; it is used only where the
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from shared_ops import cuda
 
+GATED_ROWS = 32  # above, the vendor library's product and a pass of its own are faster
 SPECIALISED = 16  # widths that are multiples of it are laid out in registers as rmsnorm's are
 
 
@@ -61,6 +63,11 @@ def may_draw(head_VD: Tensor, needs_proof: bool = True) -> bool:
     return head_VD.is_cuda and (head_VD.shape[0] in _allowed or not needs_proof)
 
 
+def may_gate(x_TD: Tensor) -> bool:
+    """Whether `gated_linear` serves tokens like x, where fused launches are allowed."""
+    return len(x_TD) <= GATED_ROWS and x_TD.dtype != torch.float32
+
+
 def _schedules(x: Tensor) -> ModuleType:
     return cuda.kernels("fused", x)
 
@@ -102,6 +109,19 @@ def rotated_heads(
         [T, H, E], and [T, K, E], a view of the same array (with places: None).
     """
     return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps, places)
+
+
+def gated_linear(x_TD: Tensor, w_2FD: Tensor) -> Tensor:
+    """swiglu(x w^T).
+
+    Args:
+        x_TD: [T, D] bfloat16 or float16 on CUDA; meant for at most GATED_ROWS rows.
+        w_2FD: [2 F, D] of the same dtype, contiguous: the gate's rows, then up's.
+
+    Returns:
+        [T, F] in the dtype of `x_TD`.
+    """
+    return _schedules(x_TD).gated_linear(x_TD, w_2FD)
 
 
 def draw_scored(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shared_ops.fused.op import add_rmsnorm, rotated_heads
+from shared_ops.fused.op import add_rmsnorm, gated_linear, may_gate, rotated_heads
 from shared_ops.model.adapters import LayerAdapters, project
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.kv import KV
@@ -25,12 +25,18 @@ def run_layers(
     for index, layer in enumerate(layers):
         out_TD = _attention(config, ops, index, layer, adapters[index], normed_TD, angles, kv)
         x_TD, normed_TD = add_rmsnorm(x_TD, out_TD, layer.mlp_norm_D, eps)
-        gate_up_T2F = project(ops, adapters[index].gate_up, normed_TD, layer.gate_up_2FD)
-        out_TD = project(ops, adapters[index].down, ops.swiglu(gate_up_T2F), layer.down_DF)
+        inner_TF = _gated(ops, layer, adapters[index], normed_TD)
+        out_TD = project(ops, adapters[index].down, inner_TF, layer.down_DF)
         is_last = index + 1 == len(layers)
         norm_D = weights.final_norm_D if is_last else layers[index + 1].attention_norm_D
         x_TD, normed_TD = add_rmsnorm(x_TD, out_TD, norm_D, eps)
     return normed_TD
+
+
+def _gated(ops: OpSet, layer: Layer, adapters: LayerAdapters, x_TD: Tensor) -> Tensor:
+    if adapters.gate_up is None and may_gate(x_TD):
+        return gated_linear(x_TD, layer.gate_up_2FD)
+    return ops.swiglu(project(ops, adapters.gate_up, x_TD, layer.gate_up_2FD))
 
 
 def _attention(
