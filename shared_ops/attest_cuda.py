@@ -151,9 +151,10 @@ def _apply(verdict: dict, dtype: torch.dtype) -> None:
         for depth, columns, out, transposed, runs in verdict["libraries"]
     }
     products.restrict(outside, {products.Tile(*tile) for tile in verdict["dropped_tiles"]})
-    hidden, head, is_equal = verdict["fused"]
-    allow(Widths(hidden, head, dtype), is_equal)
-    allow(*verdict["drawn"])
+    if "fused" in verdict:
+        hidden, head, is_equal = verdict["fused"]
+        allow(Widths(hidden, head, dtype), is_equal)
+        allow(*verdict["drawn"])
 
 
 def _prove(

@@ -26,8 +26,8 @@ FETCHED = 1 << 24
 def options(device: torch.device) -> dict[str, bool]:
     """Keyword arguments of a launch of a kernel that calls `begin` (or `release` and `wait`)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return {"OVERLAP": False}
-    return {"OVERLAP": True, "launch_pdl": True}
+        return {"OVERLAP": 0}
+    return {"OVERLAP": 1, "launch_pdl": True}
 
 
 def fetched_depth(columns: int, depth: int, itemsize: int) -> int:
@@ -40,14 +40,14 @@ def fetched_depth(columns: int, depth: int, itemsize: int) -> int:
 @triton.jit
 def release(OVERLAP: tl.constexpr):
     """Let the next kernel start."""
-    if OVERLAP:
+    if OVERLAP & 2:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait(OVERLAP: tl.constexpr):
     """Before this nothing is read that a kernel writes, and nothing is written."""
-    if OVERLAP:
+    if OVERLAP & 1:
         gdc_wait()
 
 
@@ -60,7 +60,7 @@ def begin(OVERLAP: tl.constexpr):
 @triton.jit
 def fetch(row_ptrs, DEPTH: tl.constexpr, ITEMSIZE: tl.constexpr, OVERLAP: tl.constexpr):
     """Bring the first DEPTH weights (0: none) of each row into the L2 cache."""
-    if OVERLAP and DEPTH > 0:
+    if (OVERLAP & 4) and DEPTH > 0:
         at = tl.arange(0, DEPTH * ITEMSIZE // 128) * (128 // ITEMSIZE)
         ptrs = (row_ptrs[:, None] + at[None, :]).to(tl.int64)
         tl.inline_asm_elementwise(

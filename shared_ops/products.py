@@ -15,23 +15,27 @@ time, and `shared_ops.attest` tries every row count up to there on the device in
 rows about 1.5 times slower.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from shared_ops import overlap
 
 NEVER = 1 << 62
+BULK_CAPABILITY = (9, 0)
 ALIGNMENT = 256
 # (most weights, rows): what is attested, and so the most rows of one call.
 LIBRARY_LIMITS = ((1 << 23, 4096), (1 << 28, 2048), (NEVER, 896))
 
 
 class Tile(NamedTuple):
-    """One Triton schedule; `swapped` computes w x^T."""
+    """One Triton schedule; `swapped` computes w x^T, `bulk` loads by the tensor memory accelerator
+    (Hopper and newer)."""
 
     rows: int
     columns: int
@@ -39,6 +43,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     swapped: bool
+    bulk: bool = False
 
 
 class Shape(NamedTuple):
@@ -57,6 +62,9 @@ FLOAT32_TILE = Tile(32, 64, 32, 4, 2, False)
 TILES = (
     (16, NEVER, Tile(16, 64, 128, 4, 6, True)),
     (64, NEVER, Tile(32, 64, 128, 4, 6, True)),
+    (128, NEVER, Tile(64, 64, 128, 4, 6, False, True)),
+    (1024, 132, Tile(64, 64, 128, 4, 6, False, True)),
+    (1024, NEVER, Tile(64, 128, 128, 4, 4, False, True)),
     (128, NEVER, Tile(64, 64, 128, 4, 6, False)),
     (1024, 132, Tile(64, 64, 128, 4, 6, False)),
     (1024, NEVER, Tile(64, 128, 128, 4, 4, False)),
@@ -97,14 +105,26 @@ def choose(rows: int, shape: Shape) -> Tile | None:
         return FLOAT32_TILE
     for most_rows, most_programs, tile in TILES:
         programs = -(-rows // tile.rows) * -(-shape.columns // tile.columns)
-        if rows <= most_rows and programs <= most_programs and tile not in _dropped:
+        fits = rows <= most_rows and programs <= most_programs and tile not in _dropped
+        if fits and (not tile.bulk or takes_bulk(shape)):
             return tile
     return PLAIN
 
 
+def takes_bulk(shape: Shape) -> bool:
+    """Whether bulk tiles serve a shape here: whole rows, each a multiple of 16 bytes."""
+    return _has_bulk() and not shape.transposed and shape.depth * shape.dtype.itemsize % 16 == 0
+
+
+@functools.cache
+def _has_bulk() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= BULK_CAPABILITY
+
+
 def tiles() -> list[Tile]:
     """Every Triton schedule that may be chosen for half precision, the plain one left out."""
-    return list(dict.fromkeys(tile for _, _, tile in TILES))
+    found = dict.fromkeys(tile for _, _, tile in TILES)
+    return [tile for tile in found if not tile.bulk or _has_bulk()]
 
 
 def product(
@@ -168,6 +188,8 @@ def library(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor) -> 
 
 def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile: Tile) -> None:
     """One Triton schedule, into y."""
+    if tile.bulk:
+        return _bulk_tiled(x_MK, w_NK, bias_N, y_MN, tile)
     (rows, depth), columns = x_MK.shape, w_NK.shape[0]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
     fetched = 0
@@ -196,6 +218,77 @@ def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile:
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def _bulk_tiled(x_MK, w_NK, bias_N: Tensor | None, y_MN: Tensor, tile: Tile) -> None:
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0]
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
+    _bulk_product[grid](
+        TensorDescriptor.from_tensor(x_MK, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(w_NK, [tile.columns, tile.depth]),
+        y_MN if bias_N is None else bias_N,
+        y_MN,
+        rows,
+        columns,
+        depth,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        SWAPPED=tile.swapped,
+        BIAS=bias_N is not None,
+        **overlap.options(x_MK.device),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@triton.jit
+def _store(
+    total, bias_ptr, y_ptr, m, n, rows, columns, SWAPPED: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    if SWAPPED:
+        total = total.T
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
+    inside = (m[:, None] < rows) & (n[None, :] < columns)
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _bulk_product(
+    x_rows,
+    w_rows,
+    bias_ptr,
+    y_ptr,
+    rows,
+    columns,
+    depth,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What lies outside x and w arrives as 0. All row tiles of some columns run together."""
+    overlap.begin(OVERLAP)
+    row_tiles = tl.cdiv(rows, ROWS)
+    first_m = tl.program_id(0) % row_tiles * ROWS
+    first_n = tl.program_id(0) // row_tiles * COLUMNS
+    if SWAPPED:
+        total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    else:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, depth, DEPTH):
+        x = x_rows.load([first_m, start])
+        w = w_rows.load([first_n, start])
+        if SWAPPED:
+            total = tl.dot(w, x.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(x, w.T, total, input_precision="ieee")
+    m, n = first_m + tl.arange(0, ROWS), first_n + tl.arange(0, COLUMNS)
+    _store(total, bias_ptr, y_ptr, m, n, rows, columns, SWAPPED, BIAS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -253,10 +346,4 @@ def _product(
             total = tl.dot(x, w.T, total, input_precision="ieee")
         x_ptrs += DEPTH
         w_ptrs += DEPTH * stride_wk
-    if SWAPPED:
-        total = total.T
-    if BIAS:
-        total += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
-    y_ptrs = y_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
-    inside = (m[:, None] < rows) & (n[None, :] < columns)
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=inside)
+    _store(total, bias_ptr, y_ptr, m, n, rows, columns, SWAPPED, BIAS)

@@ -225,11 +225,11 @@ def test_attention_schedules_agree(dtype, heads, kv_heads, width) -> None:
     rows = tuple(length * heads // kv_heads for length in lens)
     results, compared = [], 0
     large = attention.large_schedule(width, dtype)
-    for size, warps, stages in (large, (64, 4, 2), (16, 4, 2), (16, 1, 2), (32, 4, 2)):
+    others = ((64, 4, 2), (16, 4, 2), (16, 1, 2), (32, 4, 2), (16, 4, 3, True), (64, 4, 2, True))
+    for schedule in (large, *(attention.Schedule(*each) for each in others)):
         o_THE = torch.empty(q_THE.shape, dtype=torch.float32, device="cuda")
         lse_TH = torch.empty(q_THE.shape[:2], dtype=torch.float32, device="cuda")
-        tiles = attention._tiles(rows, size, 0, 1 << 40, q_THE.device)
-        schedule = attention.Schedule(size, warps, stages)
+        tiles = attention._tiles(rows, schedule.rows, 0, 1 << 40, q_THE.device)
         attention.attend(q_THE, source, tiles, schedule, o_THE, lse_TH)
         results.append((o_THE, lse_TH))
     for o_THE, lse_TH in results[1:]:
