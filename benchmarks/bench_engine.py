@@ -74,6 +74,7 @@ ENGINE = EngineConfig(
     max_sequences=1024,
     max_batch_tokens=16384,
     prefill_chunk=4096,
+    page_size=64,
 )
 # So few pages that the flood of the mixed load does not fit once it has grown.
 MIXED = replace(ENGINE, max_sequences=512, max_batch_tokens=4096, prefill_chunk=512, num_pages=3800)

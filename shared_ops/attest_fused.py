@@ -12,6 +12,7 @@ from shared_ops.fused.op import (
     add_rmsnorm,
     gated_linear,
     rotated_heads,
+    rotated_queries,
 )
 from shared_ops.linear.op import linear
 from shared_ops.model.config import ModelConfig
@@ -60,7 +61,7 @@ def heads(config: ModelConfig, random: Callable[..., Tensor]) -> Pairs:
         got = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps)
         pages = qkv_TN.new_zeros((2, count, 1, counts[1], width))
         places = Places(pages[0], pages[1], torch.arange(count, device=qkv_TN.device).flip(0))
-        q_THE, _ = rotated_heads(qkv_TN[:count], counts[:2], norms, some, eps, places)
+        q_THE = rotated_queries(qkv_TN[:count], counts[:2], norms, some, eps, places)
         k_TKE, v_TKE = pages[:, :, 0].flip(1)
         pairs += zip((*got, q_THE, k_TKE, v_TKE), (*wanted, *wanted, parts[2]), strict=True)
     return pairs

@@ -24,8 +24,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from shared_ops import overlap
-
 NEVER = 1 << 62
 BULK_CAPABILITY = (9, 0)
 ALIGNMENT = 256
@@ -60,11 +58,13 @@ PLAIN = Tile(64, 64, 64, 4, 3, False)
 FLOAT32_TILE = Tile(32, 64, 32, 4, 2, False)
 # (most rows, most programs of the tile, tile): the fastest measured on an H200 for K >= 3072.
 TILES = (
-    (16, NEVER, Tile(16, 64, 128, 4, 6, True)),
-    (64, NEVER, Tile(32, 64, 128, 4, 6, True)),
+    (16, NEVER, Tile(16, 64, 256, 4, 4, True, True)),
+    (64, NEVER, Tile(32, 64, 128, 4, 6, True, True)),
     (128, NEVER, Tile(64, 64, 128, 4, 6, False, True)),
     (1024, 132, Tile(64, 64, 128, 4, 6, False, True)),
     (1024, NEVER, Tile(64, 128, 128, 4, 4, False, True)),
+    (16, NEVER, Tile(16, 64, 128, 4, 6, True)),
+    (64, NEVER, Tile(32, 64, 128, 4, 6, True)),
     (128, NEVER, Tile(64, 64, 128, 4, 6, False)),
     (1024, 132, Tile(64, 64, 128, 4, 6, False)),
     (1024, NEVER, Tile(64, 128, 128, 4, 4, False)),
@@ -192,9 +192,6 @@ def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile:
         return _bulk_tiled(x_MK, w_NK, bias_N, y_MN, tile)
     (rows, depth), columns = x_MK.shape, w_NK.shape[0]
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns),)
-    fetched = 0
-    if rows <= tile.rows and w_NK.stride(1) == 1:  # else it would be fetched for each row tile
-        fetched = overlap.fetched_depth(columns, depth, w_NK.element_size())
     _product[grid](
         x_MK,
         w_NK,
@@ -212,9 +209,6 @@ def tiled(x_MK: Tensor, w_NK: Tensor, bias_N: Tensor | None, y_MN: Tensor, tile:
         SWAPPED=tile.swapped,
         EVEN=depth % tile.depth == 0,
         BIAS=bias_N is not None,
-        FETCHED=fetched,
-        ITEMSIZE=w_NK.element_size(),
-        **overlap.options(x_MK.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -236,7 +230,6 @@ def _bulk_tiled(x_MK, w_NK, bias_N: Tensor | None, y_MN: Tensor, tile: Tile) -> 
         DEPTH=tile.depth,
         SWAPPED=tile.swapped,
         BIAS=bias_N is not None,
-        **overlap.options(x_MK.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -269,10 +262,8 @@ def _bulk_product(
     DEPTH: tl.constexpr,
     SWAPPED: tl.constexpr,
     BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """What lies outside x and w arrives as 0. All row tiles of some columns run together."""
-    overlap.begin(OVERLAP)
     row_tiles = tl.cdiv(rows, ROWS)
     first_m = tl.program_id(0) % row_tiles * ROWS
     first_n = tl.program_id(0) // row_tiles * COLUMNS
@@ -309,9 +300,6 @@ def _product(
     SWAPPED: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    FETCHED: tl.constexpr,
-    ITEMSIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Programs of 8 neighbouring row tiles run together, so that they share w in the L2 cache."""
     row_tiles = tl.cdiv(rows, ROWS)
@@ -326,9 +314,6 @@ def _product(
     x_ptrs = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_xm + k[None, :]
     w_rows = tl.minimum(n, columns - 1).to(tl.int64)
     w_ptrs = w_ptr + w_rows[:, None] * stride_wn + k[None, :] * stride_wk
-    overlap.release(OVERLAP)
-    overlap.fetch(w_ptr + w_rows * stride_wn, FETCHED, ITEMSIZE, OVERLAP)
-    overlap.wait(OVERLAP)
     if SWAPPED:
         total = tl.zeros((COLUMNS, ROWS), tl.float32)
     else:

@@ -41,7 +41,7 @@ def test_only_products_and_the_split_differ_from_exact():
     others = {
         name for name in EXACT._fields if getattr(UNCONSTRAINED, name) is not getattr(EXACT, name)
     }
-    wanted = {"linear", "lora", "paged_attention", "scaled_logits", "needs_proof"}
+    wanted = {"linear", "lora", "paged_attention", "head_logits", "scaled_logits", "needs_proof"}
     assert others == wanted
     assert UNCONSTRAINED.fuses and not UNCONSTRAINED.needs_proof
 

@@ -9,8 +9,6 @@ over a register layout would depend on the rows and warps of the tile.
 import triton
 import triton.language as tl
 
-from shared_ops import overlap
-
 
 @triton.jit
 def _places(first, limit, start, pages_ptr, TILE: tl.constexpr, PAGE: tl.constexpr):
@@ -190,10 +188,8 @@ def forward(
     LSE: tl.constexpr,
     DECODE: tl.constexpr,
     ONE_LOOP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """SINGLE: no row of these tiles sees a second chunk, and merging one changes no bit."""
-    overlap.begin(OVERLAP)
     sequence, start, before, query, head, valid, lowest, highest = _row_tile(
         tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGE > 0, DECODE
     )
@@ -271,9 +267,7 @@ def merge_chunks(
     PAGED: tl.constexpr,
     LSE: tl.constexpr,
     DECODE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    overlap.begin(OVERLAP)
     _, start, _, query, head, valid, _, highest = _row_tile(
         tiles_ptr, starts_ptr, contexts_ptr, GROUP, ROWS, PAGED, DECODE
     )

@@ -18,7 +18,6 @@ import torch
 import triton
 from torch import Tensor
 
-from shared_ops import overlap
 from shared_ops.attention import backward_kernels, forward_kernels
 
 KV_TILE = 64
@@ -258,7 +257,7 @@ def attend(
         return
     heads, width = q_THE.shape[1:]
     kv_heads = source.k_NKE.shape[1]
-    wide, begin = padded(width), overlap.options(q_THE.device)
+    wide = padded(width)
     state = o_THE
     if chunks > 1:
         values = len(tiles) * kv_heads * chunks * schedule.rows * (wide + 2)
@@ -271,13 +270,13 @@ def attend(
         q_THE, source.k_NKE, source.v_NKE, *common, *contexts, heads, width, q_THE.stride(0),
         source.k_NKE.stride(0), source.v_NKE.stride(0), width**-0.5 * LOG2_E,
         TILE=KV_TILE, PAGE=source.page_size, SPLIT=chunks > 1, SINGLE=chunks == 0,
-        LSE=lse_TH is not None, DECODE=is_decode, ONE_LOOP=schedule.one_loop, **shape, **begin,
+        LSE=lse_TH is not None, DECODE=is_decode, ONE_LOOP=schedule.one_loop, **shape,
         num_warps=schedule.warps, num_stages=schedule.stages,
     )  # fmt: skip
     if chunks > 1:
         forward_kernels.merge_chunks[(len(tiles), kv_heads)](
             *common, *contexts[:1], heads, width, chunks, PAGED=source.page_size > 0,
-            LSE=lse_TH is not None, DECODE=is_decode, **shape, **begin, num_warps=4,
+            LSE=lse_TH is not None, DECODE=is_decode, **shape, num_warps=4,
         )  # fmt: skip
 
 

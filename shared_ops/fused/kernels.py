@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared_ops import overlap
 from shared_ops.logprob.kernels import (
     CHUNK,
     chosen_logit,
@@ -19,7 +18,7 @@ from shared_ops.primitives import aligned
 from shared_ops.products import NEVER, Tile
 from shared_ops.sample.kernels import gumbel, philox, row_key
 
-TILE_VALUES = 4096
+TILE_VALUES = 1024  # of 4 warps, 16 bytes a thread: a row's sum is laid out as in rmsnorm's tiles
 # (most K, tile): the fastest measured on an H200 at 8 and 32 rows.
 GATED_TILES = ((1024, Tile(16, 32, 128, 4, 5, False)), (NEVER, Tile(16, 64, 128, 4, 5, True)))
 
@@ -43,7 +42,6 @@ def add_rmsnorm(x_TD: Tensor, y_TD: Tensor, w_D: Tensor, eps: float) -> tuple[Te
             rows,
             width,
             eps,
-            **overlap.options(x_TD.device),
             **tile,
         )
     return sum_TD, normed_TD
@@ -61,7 +59,7 @@ def rotated_heads(qkv_TN, heads, norms, angles, eps: float, places=None):
             aligned(qkv_TN), q_norm_E, k_norm_E, cos_TR.contiguous(), sin_TR.contiguous(), out_THE,
             *(places or (out_THE, out_THE, out_THE)), heads[0], count, qkv_TN.shape[1], half,
             2 * half, eps, NORM=norms is not None, PAGED=places is not None,
-            HALF=triton.next_power_of_2(half), **overlap.options(qkv_TN.device), **tile,
+            HALF=triton.next_power_of_2(half), **tile,
         )  # fmt: skip
     return out_THE[:, : heads[0]], None if places else out_THE[:, heads[0] :]
 
@@ -75,9 +73,7 @@ def gated_linear(x_TD: Tensor, w_2FD: Tensor) -> Tensor:
         _gated_linear[grid](
             aligned(x_TD), w_2FD, y_TF, rows, columns, depth, ROWS=tile.rows,
             COLUMNS=tile.columns, DEPTH=tile.depth, SWAPPED=tile.swapped,
-            EVEN=depth % tile.depth == 0, ITEMSIZE=w_2FD.element_size(),
-            FETCHED=overlap.fetched_depth(2 * columns, depth, w_2FD.element_size()),
-            **overlap.options(x_TD.device), num_warps=tile.warps, num_stages=tile.stages,
+            EVEN=depth % tile.depth == 0, num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=False,
         )  # fmt: skip
     return y_TF
@@ -95,12 +91,11 @@ def draw_scored(logits_BV, temperature_B, greedy_B, keys_B2, positions_B, vocab_
         _draw_chunk[(rows, chunks)](
             logits_BV, temperature_B, greedy_B.contiguous(), keys_B2.contiguous(),
             positions_B.contiguous(), *parts_3BJ, index_BJ, vocabulary, vocab_limit, chunks,
-            CHUNK=CHUNK, **overlap.options(device), num_warps=4,
+            CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
         _draw_row[(rows,)](
             logits_BV, temperature_B, *parts_3BJ, index_BJ, tokens_B, logprobs_B, vocabulary,
-            vocab_limit, chunks, CHUNKS=triton.next_power_of_2(chunks),
-            **overlap.options(device), num_warps=1,
+            vocab_limit, chunks, CHUNKS=triton.next_power_of_2(chunks), num_warps=1,
         )  # fmt: skip
     return tokens_B, logprobs_B
 
@@ -122,9 +117,8 @@ def _product(a, b):
 @triton.jit(do_not_specialize=["rows"])
 def _add_rmsnorm(
     x_ptr, y_ptr, w_ptr, sum_ptr, normed_ptr, rows, width, eps, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    overlap.begin(OVERLAP)
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, WIDTH)
     inside = (r[:, None] < rows) & (d[None, :] < width)
@@ -143,14 +137,13 @@ def _add_rmsnorm(
 def _rotated_heads(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, y_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
     query_heads, heads, stride, half, width, eps, NORM: tl.constexpr, PAGED: tl.constexpr,
-    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One token, one tile of its heads: a head's square sum over whole rows, then its halves.
 
     PAGED: y has the query heads only, and keys and their values, which lie behind the keys, go to
     the token's slot.
     """
-    overlap.begin(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, HALF)
@@ -200,10 +193,9 @@ def _rotated_heads(
 @triton.jit(do_not_specialize=["limit", "chunks"])
 def _draw_chunk(
     logits_ptr, temperature_ptr, greedy_ptr, keys_ptr, positions_ptr, score_ptr, top_ptr, sum_ptr,
-    index_ptr, vocabulary, limit, chunks, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    index_ptr, vocabulary, limit, chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A chunk's best score and its lowest token, and the maximum and sum of `logprob`."""
-    overlap.begin(OVERLAP)
     row, v, at = row_and_chunk(vocabulary, CHUNK)
     x = scaled(logits_ptr, temperature_ptr, row, v, at, vocabulary, limit)
     top, _, p = exponentials(x)
@@ -223,9 +215,8 @@ def _draw_chunk(
 @triton.jit(do_not_specialize=["limit", "chunks"])
 def _draw_row(
     logits_ptr, temperature_ptr, score_ptr, top_ptr, sum_ptr, index_ptr, tokens_ptr, logprobs_ptr,
-    vocabulary, limit, chunks, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    vocabulary, limit, chunks, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    overlap.begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, CHUNKS)
     at = row * chunks + j
@@ -242,8 +233,7 @@ def _draw_row(
 @triton.jit(do_not_specialize=["rows"])
 def _gated_linear(
     x_ptr, w_ptr, y_ptr, rows, columns, depth, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, EVEN: tl.constexpr, FETCHED: tl.constexpr,
-    ITEMSIZE: tl.constexpr, OVERLAP: tl.constexpr,
+    DEPTH: tl.constexpr, SWAPPED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Gate and up by `linear`'s contract, each rounded as its result is, then swiglu."""
     row_tiles = tl.cdiv(rows, ROWS)
@@ -253,10 +243,6 @@ def _gated_linear(
     x_ptrs = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * depth + k[None, :]
     gate_rows = w_ptr + tl.minimum(n, columns - 1).to(tl.int64) * depth
     up_rows = gate_rows + tl.cast(columns, tl.int64) * depth
-    overlap.release(OVERLAP)
-    overlap.fetch(gate_rows, FETCHED, ITEMSIZE, OVERLAP)
-    overlap.fetch(up_rows, FETCHED, ITEMSIZE, OVERLAP)
-    overlap.wait(OVERLAP)
     gate_ptrs, up_ptrs = gate_rows[:, None] + k[None, :], up_rows[:, None] + k[None, :]
     gate = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)

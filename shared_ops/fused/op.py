@@ -2,7 +2,7 @@
 
 No contract of its own: `add_rmsnorm` is the rounded sum of the residual and then `rmsnorm`;
 `rotated_heads` is `rmsnorm` of every query and key head (where the model has that), then `rope`,
-then the copy of keys and values into pages; `gated_linear` is `linear` and then `swiglu`;
+and `rotated_queries` then the copy of keys and values into pages; `gated_linear` is `linear` and then `swiglu`;
 `draw_scored` is `scaled_logits` after the head's
 product, then `draw` or `greedy`, then `select_logprobs`, reading the logits once.
 CUDA only, and without gradients. Sums run in the register layout of `rmsnorm`, and `rope`'s
@@ -93,8 +93,7 @@ def rotated_heads(
     norms: tuple[Tensor, Tensor] | None,
     angles: tuple[Tensor, Tensor],
     eps: float,
-    places: Places | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Query and key heads of the fused projection, normalised and rotated.
 
     Args:
@@ -103,12 +102,23 @@ def rotated_heads(
         norms: [E] weights of the queries' and the keys' rmsnorm, or None.
         angles: float32 [T, E / 2] cosines and sines.
         eps: of rmsnorm.
-        places: where keys and values are put, or None.
 
     Returns:
-        [T, H, E], and [T, K, E], a view of the same array (with places: None).
+        [T, H, E] and [T, K, E], views of one array.
     """
-    return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps, places)
+    return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps)
+
+
+def rotated_queries(
+    qkv_TN: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor],
+    eps: float,
+    places: Places,
+) -> Tensor:
+    """[T, H, E]: as `rotated_heads`, but keys, and values as they are, are put in their places."""
+    return _schedules(qkv_TN).rotated_heads(qkv_TN, heads, norms, angles, eps, places)[0]
 
 
 def gated_linear(x_TD: Tensor, w_2FD: Tensor) -> Tensor:

@@ -140,7 +140,9 @@ def row_and_chunk(vocabulary, CHUNK: tl.constexpr):
 def scaled(logits_ptr, temperature_ptr, row, v, at, vocabulary, limit):
     """logits / temperature, -inf outside the vocabulary and from the limit on."""
     x = tl.load(logits_ptr + at, mask=v < vocabulary, other=float("-inf"))
-    x = tl.div_rn(x, tl.load(temperature_ptr + row))
+    temperature = tl.load(temperature_ptr + row)
+    if temperature != 1.0:  # dividing by 1 changes no bit
+        x = tl.div_rn(x, temperature)
     return tl.where(v < limit, x, float("-inf"))
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from shared_ops.fused.op import add_rmsnorm, gated_linear, may_gate, rotated_heads
+from shared_ops.fused.op import add_rmsnorm, gated_linear, may_gate, rotated_heads, rotated_queries
 from shared_ops.model.adapters import LayerAdapters, project
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.kv import KV
@@ -53,10 +53,10 @@ def _attention(
     heads, norms = (config.num_heads, config.num_kv_heads), None
     if layer.q_norm_E is not None and layer.k_norm_E is not None:
         norms = layer.q_norm_E, layer.k_norm_E
-    places = kv.places(index)
-    q_THE, k_TKE = rotated_heads(qkv_TN, heads, norms, angles, config.norm_eps, places)
-    v_TKE = None
+    given, places = (qkv_TN, heads, norms, angles, config.norm_eps), kv.places(index)
     if places is None:
         v_TKE = qkv_TN.view(len(x_TD), -1, config.head_dim)[:, sum(heads) :]
-    o_THE = kv.attend(index, q_THE, k_TKE, v_TKE)
+        o_THE = kv.attend(index, *rotated_heads(*given), v_TKE)
+    else:
+        o_THE = kv.attend(index, rotated_queries(*given, places), None, None)
     return project(ops, adapters.output, o_THE.reshape(len(x_TD), -1), layer.output_DN)

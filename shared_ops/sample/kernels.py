@@ -61,14 +61,12 @@ def philox(block, position, k0, k1):
     c2 = tl.zeros_like(block)
     c3 = tl.zeros_like(block)
     for _ in tl.static_range(10):
-        low0 = c0 * 0xD2511F53
-        high0 = tl.umulhi(c0, tl.full(c0.shape, 0xD2511F53, tl.uint32))
-        low1 = c2 * 0xCD9E8D57
-        high1 = tl.umulhi(c2, tl.full(c0.shape, 0xCD9E8D57, tl.uint32))
-        c0 = high1 ^ c1 ^ k0
-        c1 = low1
-        c2 = high0 ^ c3 ^ k1
-        c3 = low0
+        wide0 = c0.to(tl.uint64) * 0xD2511F53
+        wide1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (wide1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = wide1.to(tl.uint32)
+        c2 = (wide0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = wide0.to(tl.uint32)
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return c0, c1, c2, c3
