@@ -77,7 +77,13 @@ ENGINE = EngineConfig(
     page_size=64,
 )
 # So few pages that the flood of the mixed load does not fit once it has grown.
-MIXED = replace(ENGINE, max_sequences=512, max_batch_tokens=4096, prefill_chunk=512, num_pages=3800)
+MIXED = EngineConfig(
+    device="cuda",
+    dtype="bfloat16",
+    max_sequences=512,
+    max_batch_tokens=4096,
+    num_pages=3800,
+)
 CONTROL_TOKENS = 30_000
 
 

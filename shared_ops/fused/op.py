@@ -2,9 +2,9 @@
 
 No contract of its own: `add_rmsnorm` is the rounded sum of the residual and then `rmsnorm`;
 `rotated_heads` is `rmsnorm` of every query and key head (where the model has that), then `rope`,
-and `rotated_queries` then the copy of keys and values into pages; `gated_linear` is `linear` and then `swiglu`;
-`draw_scored` is `scaled_logits` after the head's
-product, then `draw` or `greedy`, then `select_logprobs`, reading the logits once.
+and `rotated_queries` then the copy of keys and values into pages; `gated_linear` is `linear` and
+then `swiglu`; `draw_scored` is `scaled_logits` after the head's product, then `draw` or `greedy`,
+then `select_logprobs`, reading the logits once.
 CUDA only, and without gradients. Sums run in the register layout of `rmsnorm`, and `rope`'s
 products are kept from fused multiply-add, so equality is expected; it is used only where the
 attestation saw it (`allow`).
