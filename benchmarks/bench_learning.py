@@ -213,6 +213,7 @@ def run_arms(given: argparse.Namespace, words: Sequence[str], runs: Path) -> dic
             print(f"{arm}: left out, --seconds {given.seconds:g} would not hold it", flush=True)
             continue
         print(f"\n== {arm}", flush=True)
+        shutil.rmtree(runs / arm, ignore_errors=True)  # an attempt that was not finished
         where = environment(config.device, given.commit)
         found = {"environment": where, "settings": settings, **measure(config)}
         slowest = max(slowest, found["wall_seconds"])
@@ -234,7 +235,10 @@ def parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS[:4]))
     parser.add_argument("--seconds", type=float, default=1e9, help="start no arm beyond this")
     parser.add_argument("--output", default=str(RESULTS / "learning.json"))
-    parser.add_argument("--runs", help="keep the runs' folders here; temporary without it")
+    parser.add_argument(
+        "--runs",
+        help="keep the arms' folders here; else temporary",
+    )
     parser.add_argument("--commit", help="default: git's HEAD")
     return parser.parse_known_args(arguments)
 
