@@ -29,6 +29,11 @@ from shared_ops.logprob import kernels as logprob_kernels
 from shared_ops.logprob import reference as logprob_reference
 from shared_ops.lora import kernels as lora_kernels
 from shared_ops.lora import reference as lora_reference
+from shared_ops.model.adapters import NO_ADAPTERS, Adapters
+from shared_ops.model.config import ModelConfig, RopeConfig
+from shared_ops.model.lora_config import LoraConfig
+from shared_ops.model.trained_layer import Around, trained_layer
+from shared_ops.model.weights import Weights
 from shared_ops.products import PLAIN, run, tiles
 from shared_ops.rmsnorm import kernels as rmsnorm_kernels
 from shared_ops.rmsnorm import reference as rmsnorm_reference
@@ -36,6 +41,7 @@ from shared_ops.rope import kernels as rope_kernels
 from shared_ops.rope import reference as rope_reference
 from shared_ops.sample import kernels as sample_kernels
 from shared_ops.sample import reference as sample_reference
+from shared_ops.schedules import Schedules
 from shared_ops.swiglu import kernels as swiglu_kernels
 from shared_ops.swiglu import reference as swiglu_reference
 from trainer.config import TrainerConfig
@@ -239,6 +245,35 @@ def check_gated_linear() -> None:
         x_TD, w_2FD = torch.randn(rows, depth), torch.randn(2 * columns, depth) * depth**-0.5
         wanted = swiglu_reference.forward(x_TD @ w_2FD.T)
         close(fused_kernels.gated_linear(x_TD, w_2FD), wanted)
+
+
+def check_trained_layer() -> None:
+    """A whole layer by the kernels: what it gives and every gradient, adapters' too."""
+    rope = RopeConfig("default", 1e4)
+    shape = (1, 24, 40, 4, 2, 8, 9, 64, 1e-5, True)
+    for qk_norm, lora in ((True, LoraConfig()), (False, LoraConfig(rank=2))):
+        config = ModelConfig("qwen3", *shape, not qk_norm, qk_norm, rope)
+        layer, adapters = Weights(config, torch.float32, "cpu").layers[0], NO_ADAPTERS
+        trained = [leaf for _, leaf in layer.leaves()]
+        if lora.rank:
+            both = Adapters(config, lora, torch.float32, "cpu")
+            trained += both.leaves()
+            adapters = both.layers[0]
+        for leaf in trained:
+            leaf.normal_().mul_(0.3).requires_grad_()
+        x_TD, angles_TR = torch.randn(7, 24, requires_grad=True), torch.randn(7, 4)
+        angles, found = (angles_TR.cos(), angles_TR.sin()), []
+        weight_TD = torch.randn(7, 24)
+        for kind in ("kernels", "reference"):
+            ops = [importlib.import_module(f"shared_ops.{op}.{kind}") for op in Schedules._fields]
+            for input_only in (False, True):
+                around = Around(config, Schedules(*ops), angles, [0, 3, 7], input_only, False)
+                out_TD = trained_layer(around, adapters, layer, x_TD)
+                gradients = torch.autograd.grad((out_TD * weight_TD).sum(), [x_TD, *trained])
+                found.append((out_TD, *gradients))
+        for each in found[:-1]:
+            for got, wanted in zip(each, found[-1], strict=True):
+                close(got / wanted.abs().max(), wanted / wanted.abs().max())
 
 
 def check_packed_attention() -> None:

@@ -23,6 +23,7 @@ CHECKS = (
     "optimizer",
     "draw_scored",
     "gated_linear",
+    "trained_layer",
     "packed_attention",
     "paged_attention",
     "unconstrained",
