@@ -21,7 +21,7 @@ BLOCK = 1024
 COLUMNS = tl.constexpr(7)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=64)
 def _blocks(counts: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [blocks, 2]: (tensor, block in it)."""
     blocks_L = numpy.array([triton.cdiv(count, BLOCK) for count in counts])
