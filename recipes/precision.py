@@ -69,7 +69,8 @@ def _row_scaled(w_NK: "Tensor") -> "Tensor":
 
     largest = torch.finfo(torch.float8_e4m3fn).max
     wide_NK = w_NK.float()
-    scale_N1 = wide_NK.abs().amax(1, keepdim=True) / largest
+    # By a number, CUDA would multiply by the reciprocal; by a tensor it divides, as a CPU does.
+    scale_N1 = wide_NK.abs().amax(1, keepdim=True) / wide_NK.new_tensor(largest)
     scale_N1 = torch.where(scale_N1 > 0, scale_N1, 1.0)
     grid_NK = (wide_NK / scale_N1).clamp(-largest, largest).to(torch.float8_e4m3fn)
     return (grid_NK.float() * scale_N1).to(w_NK.dtype)
@@ -82,7 +83,7 @@ def _block_scaled(w_NK: "Tensor") -> "Tensor":
     grid = torch.tensor(FLOAT4, device=w_NK.device)
     padded_NK = torch.nn.functional.pad(w_NK.float(), (0, -w_NK.shape[1] % FLOAT4_BLOCK))
     wide_NBX = padded_NK.unflatten(1, (-1, FLOAT4_BLOCK))
-    scale_NB1 = wide_NBX.abs().amax(-1, keepdim=True) / FLOAT4[-1]
+    scale_NB1 = wide_NBX.abs().amax(-1, keepdim=True) / grid[-1]
     scale_NB1 = torch.where(scale_NB1 > 0, scale_NB1, 1.0)
     place_NBX = torch.bucketize((wide_NBX / scale_NB1).abs(), (grid[1:] + grid[:-1]) / 2)
     near_NBX = grid[place_NBX] * scale_NB1 * wide_NBX.sign()

@@ -60,7 +60,7 @@ def _check_biases(params: SamplingParams, stop_ids: frozenset[int], limits: Limi
         )
     banned = {token for token, bias in biases if bias == float("-inf")} | held_back
     require(
-        len(banned & set(range(limits.vocab_limit))) < limits.vocab_limit,
+        sum(token < limits.vocab_limit for token in banned) < limits.vocab_limit,
         "every token is banned: shorten logit_bias or banned_token_ids",
     )
 

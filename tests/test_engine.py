@@ -14,6 +14,7 @@ from toy_models import ENTRIES, EOS, VOCABULARY, toy_folder
 
 from rollout import Engine, EngineConfig, EngineError, RequestError, SamplingParams
 from rollout.actor import RolloutActor
+from rollout.admission import Limits, checked_request
 from shared_ops.model.config import ConfigError, ModelConfig
 from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import WeightsError, make_manifest
@@ -309,3 +310,10 @@ def test_actor_answers_as_its_engine(folder, engine):
     assert (actor.version(), actor.weights_digest()) == (2, manifest.digest)
     assert actor.stats()["finished"] == 1
     assert "logprob" in actor.trace(PROMPT, [7, 8], 6)
+
+
+def test_checking_a_request_does_not_look_at_every_token_id() -> None:
+    """With so many ids it would not end."""
+    limits = Limits(1 << 40, 1 << 40, 2048, (), None)
+    params = SamplingParams(max_tokens=4, banned_token_ids=(7, 9))
+    assert checked_request("name", PROMPT, params, None, limits).prompt_ids == tuple(PROMPT)

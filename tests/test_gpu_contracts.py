@@ -37,8 +37,9 @@ def test_every_tile_gives_the_plain_products_bits(dtype, depth, columns) -> None
         for rows in ROWS:
             got = products.run(x_TK[:rows], w_NK, torch.float32, tile)
             compared += same_bits(got, wanted[:rows])
-        transposed = w_NK.T.contiguous().T
-        same_bits(products.run(x_TK, transposed, torch.float32, tile), wanted)
+        if not tile.bulk:
+            transposed = w_NK.T.contiguous().T
+            same_bits(products.run(x_TK, transposed, torch.float32, tile), wanted)
     assert compared > MILLION
 
 
