@@ -24,6 +24,7 @@ from torch import Tensor
 from shared_ops.attention.reference import KV_TILE, tile_scores
 from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
 from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
+from shared_ops.cpu_products import batched_product
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.lora_config import LoraConfig
 from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
@@ -118,7 +119,7 @@ def _attention(prover: _Prover, width: int) -> None:
     k_BNE, v_BNE = prover.random(batch, KV_TILE, width), prover.random(batch, KV_TILE, width)
     products = {
         "scores": (tile_scores, left_BRK[width], k_BNE),
-        "values": (torch.bmm, left_BRK[KV_TILE], v_BNE),
+        "values": (batched_product, left_BRK[KV_TILE], v_BNE),
     }
     edges = list(pairwise(range(0, rows + 1, ATTENTION_ROWS)))
     for name, (product, left, right) in products.items():

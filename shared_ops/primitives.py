@@ -1,10 +1,10 @@
 """Sums in a fixed order, in plain torch: the ground that every reference schedule stands on.
 
-Measured on x86 with MKL (AVX-512), float32, 1 to 4 threads:
+Measured on x86, float32, 1 to 4 threads:
 
-* A product whose K is at most `K_BLOCK` and whose row count is a multiple of `ROW_TILE` gives each
-  row the same bits whatever the other rows, the row count and the thread count are. With a longer K
-  it does not: MKL cuts K between threads when there are few rows. So K is cut here, by us.
+* A product of at most `K_BLOCK` values of K gives each row the same bits whatever the other rows,
+  their number and the thread count are (`shared_ops.cpu_products`). With a longer K it does not:
+  MKL cuts K between threads when there are few rows. So K is cut here, by us.
 * `torch.sum` over the last axis gives each row the same bits for any row count of 2 or more. With
   one row and several threads it splits the row between threads.
 * exp, log, sqrt and division do not depend on an element's place in the array. sigmoid, silu and
@@ -16,7 +16,9 @@ Measured on x86 with MKL (AVX-512), float32, 1 to 4 threads:
 import torch
 from torch import Tensor
 
-K_BLOCK = 256
+from shared_ops.cpu_products import K_LIMIT, add_product
+
+K_BLOCK = K_LIMIT
 ROW_TILE = 16
 ALIGNMENT = 64
 
@@ -44,20 +46,20 @@ def fixed_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
         return x_MK.new_zeros((rows, w_KN.shape[1]), dtype=torch.float32)
     x_MK = aligned(pad_rows(x_MK.float(), ROW_TILE))
     w_KN = w_KN.float()
-    out_MN = torch.mm(x_MK[:, :K_BLOCK], w_KN[:K_BLOCK])
+    out_MN = add_product(x_MK[:, :K_BLOCK], w_KN[:K_BLOCK])
     for start in range(K_BLOCK, x_MK.shape[1], K_BLOCK):
         block = slice(start, start + K_BLOCK)
-        out_MN.addmm_(x_MK[:, block], w_KN[block])
+        out_MN = add_product(x_MK[:, block], w_KN[block], out_MN)
     return out_MN[:rows]
 
 
 def token_product(dy_TN: Tensor, x_TK: Tensor) -> Tensor:
     """float32 [N, K] = dy^T @ x, tokens in blocks of `K_BLOCK` added in increasing order."""
     dy_TN, x_TK = dy_TN.float(), x_TK.float()
-    out_NK = torch.mm(dy_TN[:K_BLOCK].T, x_TK[:K_BLOCK])
+    out_NK = add_product(dy_TN[:K_BLOCK].T, x_TK[:K_BLOCK])
     for start in range(K_BLOCK, x_TK.shape[0], K_BLOCK):
         block = slice(start, start + K_BLOCK)
-        out_NK.addmm_(dy_TN[block].T, x_TK[block])
+        out_NK = add_product(dy_TN[block].T, x_TK[block], out_NK)
     return out_NK
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared_ops.cpu_products import batched_product
 from shared_ops.primitives import row_sum
 
 KV_TILE = 64
@@ -65,10 +66,10 @@ def core(q_BKRE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor, last_BR: Tensor) -> tup
     v_XNE = v_BKNE.reshape(-1, k_BKNE.shape[2], width)
     sums_XRJ = row_sum(p_XRN.unflatten(-1, (tiles, KV_TILE))).squeeze(-1)
     total_XR1 = sums_XRJ[..., :1].clone()
-    o_XRE = torch.bmm(p_XRN[..., :KV_TILE].contiguous(), v_XNE[:, :KV_TILE])
+    o_XRE = batched_product(p_XRN[..., :KV_TILE].contiguous(), v_XNE[:, :KV_TILE])
     for tile in range(1, tiles):
         span = slice(tile * KV_TILE, (tile + 1) * KV_TILE)
-        o_XRE += torch.bmm(p_XRN[..., span].contiguous(), v_XNE[:, span])
+        o_XRE += batched_product(p_XRN[..., span].contiguous(), v_XNE[:, span])
         total_XR1 += sums_XRJ[..., tile : tile + 1]
     lse_XR = (top_XR1 + torch.log(total_XR1)).squeeze(-1)
     o_BKRE = (o_XRE / total_XR1).view(sequences, kv_heads, rows, width)
@@ -78,10 +79,10 @@ def core(q_BKRE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor, last_BR: Tensor) -> tup
 def tile_scores(q_XRE: Tensor, k_XNE: Tensor) -> Tensor:
     """q @ k^T [X, R, N] of one KV tile, E in blocks of `WIDTH_BLOCK` added left to right.
 
-    A whole product is no schedule for heads wider than 160: MKL then orders 8 rows otherwise.
+    A whole product is no schedule for heads wider than 160: 8 rows may then be ordered otherwise.
     """
     blocks = zip(q_XRE.split(WIDTH_BLOCK, -1), k_XNE.split(WIDTH_BLOCK, -1), strict=True)
-    products = (torch.bmm(q.contiguous(), k.transpose(1, 2)) for q, k in blocks)
+    products = (batched_product(q.contiguous(), k.transpose(1, 2)) for q, k in blocks)
     return functools.reduce(torch.Tensor.add_, products)
 
 
@@ -263,8 +264,8 @@ def _block_gradients(q_XRE, do_XRE, o_XRE, lse_XR1, last_R, k_XNE, v_XNE):
             hidden_rn = torch.arange(position, position + KV_TILE) > last_r.unsqueeze(-1)
             scores = tile_scores(q, k).mul_(scale)
             p = torch.exp(scores.sub_(lse_XR1[:, rows])).masked_fill_(hidden_rn, 0.0)
-            ds = torch.bmm(do, v.transpose(1, 2)).sub_(delta_XR1[:, rows]).mul_(p).mul_(scale)
-            dv_XNE[:, span] += torch.bmm(p.transpose(1, 2), do)
-            dq_XRE[:, rows] += torch.bmm(ds, k)
-            dk_XNE[:, span] += torch.bmm(ds.transpose(1, 2), q)
+            ds = batched_product(do, v.transpose(1, 2)).sub_(delta_XR1[:, rows]).mul_(p).mul_(scale)
+            dv_XNE[:, span] += batched_product(p.transpose(1, 2), do)
+            dq_XRE[:, rows] += batched_product(ds, k)
+            dk_XNE[:, span] += batched_product(ds.transpose(1, 2), q)
     return dq_XRE, dk_XNE, dv_XNE
