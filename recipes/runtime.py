@@ -3,7 +3,7 @@
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +15,8 @@ from recipes.precision import remote_trainer, trainer_actor
 from recipes.settings import RunConfig, SettingError
 from recipes.trainer_group import TrainerGroup, start_group
 from rollout.actor import AsyncRolloutActor, RolloutActor
+from shared_ops.attest_report import Report
+from shared_ops.elementary import FUNCTIONS
 from shared_ops.model.config import ModelConfig
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -39,23 +41,35 @@ class Sides:
     def attest(self) -> str:
         """Check the contracts on both sides' machines; a line that says what was compared.
 
+        Functions that the machines' libraries round otherwise are computed by their plain schedules
+        on both sides from then on.
+
         Raises:
             AttestationError: a contract does not hold.
-            RuntimeSetupError: the two machines compute different bits.
+            RuntimeSetupError: the two machines compute different bits all the same.
         """
-        reports = self._reports()
-        for report in reports:
-            report.raise_if_broken()
-        if len({report.fingerprint for report in reports}) > 1:
+        reports, note = self._reports(), ""
+        other = disagreement(reports)
+        if other and other <= set(FUNCTIONS):
+            self._use_plain(sorted(other))
+            note = f" (the machines' {' and '.join(sorted(other))} differ: plain ones on all sides)"
+            reports = self._reports()
+            other = disagreement(reports)
+        if other:
             raise RuntimeSetupError(
-                "sampler and trainer run on machines that compute different bits: place both on "
-                "the same kind of processor with the same torch"
+                f"sampler and trainer run on machines that compute different bits"
+                f" ({', '.join(sorted(other))}): place both on the same kind of processor or GPU"
+                " with the same torch"
             )
         values = sum(check.values for report in reports for check in report.checks)
-        return f"attested: {values:,} float32 values, 0 differ, both sides agree"
+        return f"attested: {values:,} float32 values, 0 differ, both sides agree{note}"
 
-    def _reports(self) -> list[Any]:
+    def _reports(self) -> list[Report]:
         return [self.rollout.attest(), self.trainer.attest()]
+
+    def _use_plain(self, functions: list[str]) -> None:
+        self.rollout.use_plain(functions)
+        self.trainer.use_plain(functions)
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights into the engine, which has them when this returns.
@@ -64,6 +78,14 @@ class Sides:
             WeightsError: what the engine then holds has another digest.
         """
         self.rollout.load_weights(*self.trainer.lend())
+
+
+def disagreement(reports: Sequence[Report]) -> set[str]:
+    """The facts that not all sides found alike; AttestationError where one side's own differ."""
+    for report in reports:
+        report.raise_if_broken()
+    names = {name for report in reports for name in report.facts}
+    return {name for name in names if len({report.facts.get(name) for report in reports}) > 1}
 
 
 class _Remote:
@@ -91,11 +113,17 @@ class _RemoteSides(Sides):
         super().__init__(rollout, trainer)
         self.shares = shares
 
-    def _reports(self) -> list[Any]:
+    def _reports(self) -> list[Report]:
+        return self._of_all(lambda handle: handle.attest.remote())
+
+    def _use_plain(self, functions: list[str]) -> None:
+        self._of_all(lambda handle: handle.use_plain.remote(functions))
+
+    def _of_all(self, call: Callable[[Any], Any]) -> list[Any]:
         import ray
 
         handles = self.rollout._handle, *self.trainer.handles
-        return _unwrapped(lambda: ray.get([handle.attest.remote() for handle in handles]))
+        return _unwrapped(lambda: ray.get([call(handle) for handle in handles]))
 
     def sync_weights(self) -> None:
         """The tensors go from actor to actor, not through the driver: by handles on one GPU, else

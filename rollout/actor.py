@@ -76,13 +76,13 @@ class RolloutActor:
 
     def attest(self) -> Report:
         """The contracts of the model's ops, checked on this process's machine and threads."""
-        from shared_ops.attest import attest
+        return self.engine.attest()
 
-        engine = self.engine
-        device = engine.device.type
-        return attest(
-            engine.model_config, device=device, dtype=engine.config.dtype, lora=engine.lora
-        )
+    def use_plain(self, functions: Sequence[str]) -> None:
+        """Compute these functions by their plain schedules from now on (shared_ops.elementary)."""
+        from shared_ops.elementary import use_plain
+
+        use_plain(functions)
 
     def version(self) -> int:
         return self.engine.version

@@ -27,10 +27,12 @@ from rollout.scheduler import Scheduler, StepPlan
 from rollout.stops import Decode
 from rollout.trace import trace_rows
 from shared_ops.attest import attest
+from shared_ops.attest_report import Report
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.decoder import Decoder, dtype_of
 from shared_ops.model.vocabulary import vocab_limit
 from shared_ops.model.weights import Leaves, Manifest, WeightsError, digest_of, load_folder
+from shared_ops.numerics import require_plain_numerics
 from shared_ops.unconstrained import sampler_ops
 
 Progress = Callable[[int, int], None]
@@ -57,18 +59,18 @@ class Engine:
         Raises:
             ConfigError, WeightsError: the folder cannot be used.
             EngineError: the device is not there, or weights or KV pages do not fit.
-            AttestationError: on CUDA, the contracts do not hold on this GPU.
+            AttestationError: the contracts do not hold on this GPU or processor.
+            NumericsError: a global setting of torch under which they cannot.
         """
         self.config = config or EngineConfig()
         self.device = find_device(self.config.device)
         self.dtype = dtype_of(self.config.dtype)
         self.model_config = ModelConfig.from_folder(model_folder)
         self.lora = self.config.lora.settled()
+        require_plain_numerics(self.device)
+        if self.config.exact:
+            self.attest().raise_if_broken()
         if self.device.type == "cuda":
-            if self.config.exact:
-                attest(
-                    self.model_config, device="cuda", dtype=self.config.dtype, lora=self.lora
-                ).raise_if_broken()
             require_weights_fit(self.model_config, self.dtype, self.device)
         self.weights = load_folder(model_folder, self.model_config, self.dtype, self.device)
         self.adapters = adapters_beside(self.weights, self.lora) if self.lora.rank else None
@@ -230,6 +232,12 @@ class Engine:
         self._half_loaded = ""
         return self.scheduler.change_weights(manifest.version, in_flight)
 
+    def attest(self) -> Report:
+        """The contracts of the model's ops, checked on this machine with the threads in use."""
+        return attest(
+            self.model_config, device=self.device.type, dtype=self.config.dtype, lora=self.lora
+        )
+
     def weights_digest(self) -> str:
         """Of the weights (or adapters) in use, taken now, as in `Manifest.digest`."""
         return digest_of(self._loaded.views())
@@ -282,6 +290,7 @@ class Engine:
     @torch.inference_mode()
     def _advance(self) -> list[Completion]:
         self._require_whole_weights()
+        require_plain_numerics(self.device)
         began = time.perf_counter()
         flight, self._flight = self._flight or self._launch(self.scheduler.plan()), None
         if flight is None:

@@ -2,143 +2,24 @@
 
 A contract rests on facts about libraries that another processor, thread count or version may
 break. `attest` checks every fact that a model of the given shape relies on, bit for bit in
-float32 on random data, before the first token. It also returns a fingerprint of the results: a
-sampler and a trainer whose fingerprints differ do not compute the same function (two kinds of
-processor in one cluster, say), and must not start.
+float32 on random data, before the first token, and leaves out the schedules that differ. It also
+returns digests of the results: a sampler and a trainer whose digests differ do not compute the same
+function (two kinds of processor in one cluster, say), and must not start so.
 
 `python -m shared_ops.attest FOLDER [--device cuda --dtype bfloat16]` prints the table. What is
-checked on a GPU is in `attest_cuda.py`.
+checked is in `attest_cpu.py` and `attest_cuda.py`; what was found is kept (`attest_cache.py`).
 """
 
 import argparse
-import hashlib
 import sys
-import time
-from collections.abc import Callable
-from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from shared_ops.attention.reference import KV_TILE, tile_scores
-from shared_ops.attention.reference import ROW_TILE as ATTENTION_ROWS
-from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
-from shared_ops.cpu_products import batched_product
+from shared_ops.attest_cache import processor_name
+from shared_ops.attest_report import AttestationError, Report
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.lora_config import LoraConfig
-from shared_ops.primitives import ROW_TILE, fixed_product, row_sum, token_product
-
-ROW_COUNTS = (1, 3, 16, 17, 80, 144)
-CHECK_LIMIT = 1 << 20
-
-
-@contextmanager
-def _threads(count: int):
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class _Prover:
-    def __init__(self, seed: int):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.checks: list[Check] = []
-        self.digest = hashlib.sha256()
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def compare(self, op: str, shape: str, wanted: Tensor, variants: Callable[[], list]) -> None:
-        """`variants` returns (got, rows) pairs, computed with 1 thread and with all of them."""
-        values = differing = 0
-        for threads in sorted({1, torch.get_num_threads()}):
-            with _threads(threads):
-                for got, rows in variants():
-                    values += got.numel()
-                    same = got.contiguous().view(torch.int32) == wanted[rows].view(torch.int32)
-                    differing += int((~same | got.isnan()).sum())
-        self.checks.append(Check(op, shape, values, differing))
-        self.digest.update(wanted.contiguous().numpy().tobytes())
-
-
-def _linear(prover: _Prover, width: int, outputs: int) -> None:
-    rows = ROW_COUNTS if width * outputs <= CHECK_LIMIT else ROW_COUNTS[:4]
-    x_MK, w_NK = prover.random(max(rows) + ROW_TILE, width), prover.random(outputs, width)
-    with _threads(1):
-        tiles = [fixed_product(tile, w_NK.T) for tile in x_MK.split(ROW_TILE)]
-    spans = [slice(first, first + count) for count in rows for first in (0, ROW_TILE - 1)]
-    prover.compare(
-        "linear",
-        f"{width} -> {outputs}",
-        torch.cat(tiles),
-        lambda: [(fixed_product(x_MK[span], w_NK.T), span) for span in spans],
-    )
-
-
-def _weight_gradient(prover: _Prover, width: int, outputs: int) -> None:
-    dy_TN, x_TK = prover.random(300, outputs), prover.random(300, width)
-    with _threads(1):
-        wanted = token_product(dy_TN, x_TK)
-    prover.compare(
-        "linear backward",
-        f"{width} -> {outputs}",
-        wanted,
-        lambda: [(token_product(dy_TN, x_TK), slice(None))],
-    )
-
-
-def _row_sum(prover: _Prover, width: int) -> None:
-    x_RN = prover.random(40, width)
-    with _threads(1):
-        wanted = torch.cat([row_sum(row) for row in x_RN.split(1)])
-    spans = [slice(0, count) for count in (1, 2, 7, 40)]
-    prover.compare(
-        "row sum", f"width {width}", wanted, lambda: [(row_sum(x_RN[s]), s) for s in spans]
-    )
-
-
-def _elementwise(prover: _Prover, name: str, function: Callable[[Tensor], Tensor]) -> None:
-    """An element's bits must not depend on its place in the array (vector body or tail)."""
-    x_N = prover.random(100_003) * 6
-    with _threads(1):
-        wanted = function(x_N)
-    lengths = (1, 5, 31, 1000, 2049, 70_001)
-    spans = [slice(first, first + n) for n in lengths for first in (0, 1, 7)]
-    prover.compare(
-        name, "any place", wanted, lambda: [(function(x_N[s].clone()), s) for s in spans]
-    )
-
-
-def _attention(prover: _Prover, width: int) -> None:
-    batch, rows = 6, 8 * ATTENTION_ROWS
-    left_BRK = {n: prover.random(batch, rows, n) for n in (width, KV_TILE)}
-    k_BNE, v_BNE = prover.random(batch, KV_TILE, width), prover.random(batch, KV_TILE, width)
-    products = {
-        "scores": (tile_scores, left_BRK[width], k_BNE),
-        "values": (batched_product, left_BRK[KV_TILE], v_BNE),
-    }
-    edges = list(pairwise(range(0, rows + 1, ATTENTION_ROWS)))
-    for name, (product, left, right) in products.items():
-        with _threads(1):
-            singles = [
-                product(left[b : b + 1, i:j].contiguous(), right[b : b + 1])[0]
-                for b in range(batch)
-                for i, j in edges
-            ]
-        spans = [(b, r) for b in (1, 2, 5, 6) for r in (ATTENTION_ROWS, 3 * ATTENTION_ROWS, rows)]
-        prover.compare(
-            f"attention {name}",
-            f"head width {width}",
-            torch.stack(singles).view(batch, rows, -1),
-            lambda product=product, left=left, right=right, spans=spans: [
-                (product(left[:b, :r].contiguous(), right[:b]), (slice(0, b), slice(0, r)))
-                for b, r in spans
-            ],
-        )
+from shared_ops.numerics import NumericsError
 
 
 def attest(
@@ -158,30 +39,20 @@ def attest(
         lora: settled settings of adapters; their products are checked as well.
 
     Returns:
-        The checks and their fingerprint; call `raise_if_broken` on it.
+        The checks and their digests; call `raise_if_broken` on it.
 
     Raises:
         DeviceError: the GPU is too old, or triton is missing or too old.
-        AttestationError: on CUDA, the plain schedule of an op is not reproducible.
+        NumericsError: on a CPU, a global setting of torch under which no contract holds.
+        AttestationError: the plain schedule of an op is not reproducible.
     """
     if torch.device(device).type == "cuda":
         from shared_ops.attest_cuda import attest_cuda
 
         return attest_cuda(config, getattr(torch, dtype), seed, lora)
-    start = time.perf_counter()
-    prover = _Prover(seed)
-    for width, outputs in product_shapes(config) + lora_shapes(config, lora):
-        _linear(prover, width, outputs)
-        if width * outputs <= CHECK_LIMIT:
-            _weight_gradient(prover, width, outputs)
-    for width in sorted({config.hidden_size, config.head_dim, config.vocab_size, KV_TILE}):
-        _row_sum(prover, width)
-    _elementwise(prover, "exp", torch.exp)
-    _elementwise(prover, "log", lambda x: torch.log(x.abs()))
-    _elementwise(prover, "log of float64", lambda x: torch.log(x.abs().double()).float())
-    _attention(prover, config.head_dim)
-    seconds = time.perf_counter() - start
-    return Report(tuple(prover.checks), prover.digest.hexdigest(), seconds)
+    from shared_ops.attest_cpu import attest_cpu
+
+    return attest_cpu(config, seed, lora)
 
 
 def main(arguments: list[str]) -> int:
@@ -193,13 +64,15 @@ def main(arguments: list[str]) -> int:
     dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     try:
         report = attest(ModelConfig.from_folder(options.model), 0, options.device, dtype)
-    except (ValueError, AttestationError) as error:
+    except (ValueError, AttestationError, NumericsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{'op':<32} {'shape':<24} {'values':>14} {'differing':>10}")
     for check in (*report.checks, *report.dropped):
         print(f"{check.op:<32} {check.shape:<24} {check.values:>14,} {check.differing:>10,}")
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {report.seconds:.2f} s")
+    where = processor_name() if options.device == "cpu" else torch.cuda.get_device_name()
+    threads = f"{torch.get_num_threads()} threads"
+    print(f"{where}, torch {torch.__version__}, {threads}, {report.seconds:.2f} s")
     print(f"fingerprint {report.fingerprint}")
     return int(any(check.differing for check in report.checks))
 

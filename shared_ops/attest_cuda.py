@@ -10,8 +10,6 @@ schedule itself is not reproducible, nothing can be proved and the run must not 
 """
 
 import hashlib
-import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shared_ops.attest_cache import verdict_file
+from shared_ops.attest_cache import cuda_key, verdict_of, verdict_path
 from shared_ops.attest_report import AttestationError, Check, Report, lora_shapes, product_shapes
 from shared_ops.cuda import require_device, require_triton
 from shared_ops.fused.op import Widths, allow, can_be
@@ -122,14 +120,8 @@ def attest_cuda(
     require_device(torch.device("cuda"))
     require_triton()
     narrow = lora_shapes(config, lora)
-    path = verdict_file(config, dtype, seed, narrow)
-    verdict = json.loads(path.read_text()) if path.exists() else None
-    if verdict is None:
-        verdict = _prove(config, dtype, seed, narrow)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(verdict))
-        temporary.replace(path)
+    path = verdict_path(cuda_key(config, dtype, seed, narrow))
+    verdict = verdict_of(path, lambda: _prove(config, dtype, seed, narrow))
     _apply(verdict, dtype)
     checks, dropped = ([Check(**each) for each in verdict[k]] for k in ("checks", "dropped"))
     for check in dropped:
@@ -138,7 +130,9 @@ def attest_cuda(
             f" {check.values} values; a slower one runs instead",
             stacklevel=2,
         )
-    return Report(tuple(checks), verdict["fingerprint"], verdict["seconds"], tuple(dropped))
+    return Report(
+        tuple(checks), {"all": verdict["fingerprint"]}, verdict["seconds"], tuple(dropped)
+    )
 
 
 def _apply(verdict: dict, dtype: torch.dtype) -> None:

@@ -1,5 +1,7 @@
 """What an attestation says: checks, what they were of, and the shapes that a model needs."""
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared_ops.model.config import ModelConfig
@@ -18,28 +20,39 @@ class Check:
     shape: str
     values: int
     differing: int
+    of_threads: int = 0  # of the differing ones, those seen with more than one thread only
 
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one model shape, and a digest of the values they produced.
+    """All checks of one model shape, and digests of the values they produced, by fact.
 
-    `dropped` are schedules that differ and will not be chosen; the others stay exact without them.
+    facts: "sums" stands for all that is computed in a stated order; others are named after the
+        function ("exp") that a library computes as it likes. Two machines with equal digests
+        compute the same.
+    dropped: schedules that differ and will not be chosen; the others stay exact without them.
     """
 
     checks: tuple[Check, ...]
-    fingerprint: str
+    facts: Mapping[str, str]
     seconds: float
     dropped: tuple[Check, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """One digest of all facts."""
+        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()
 
     def raise_if_broken(self) -> None:
         """Raise AttestationError for the first check with differing values."""
         for check in self.checks:
             if check.differing:
+                is_of_threads = check.differing == check.of_threads
+                advice = "use --threads 1 (torch.set_num_threads(1)), and " * is_of_threads
                 raise AttestationError(
-                    f"{check.op} {check.shape}: {check.differing} of {check.values} values change "
-                    "with batch size or threads here: set OMP_NUM_THREADS=1, or report this "
-                    "processor and torch version"
+                    f"{check.op} {check.shape}: {check.differing} of {check.values} values change"
+                    f" with {'the number of threads' if is_of_threads else 'batch size'} here:"
+                    f" {advice}report this processor and torch version"
                 )
 
 

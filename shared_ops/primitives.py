@@ -1,26 +1,20 @@
 """Sums in a fixed order, in plain torch: the ground that every reference schedule stands on.
 
-Measured on x86, float32, 1 to 4 threads:
-
-* A product of at most `K_BLOCK` values of K gives each row the same bits whatever the other rows,
-  their number and the thread count are (`shared_ops.cpu_products`). With a longer K it does not:
-  MKL cuts K between threads when there are few rows. So K is cut here, by us.
-* `torch.sum` over the last axis gives each row the same bits for any row count of 2 or more. With
-  one row and several threads it splits the row between threads.
-* exp, log, sqrt and division do not depend on an element's place in the array. sigmoid, silu and
-  log1p do (their vector and tail paths differ), so no op may use those.
-
-`shared_ops.attest` repeats these measurements on the machine in use.
+Every sum on a CPU is a product in the contract of `shared_ops.cpu_products`: chains of fused
+multiply-adds in blocks, which depend on the summed values only. A sum without factors is a product
+with ones. What is left of an op is elementwise: +, -, *, / and square root are IEEE 754's, and exp
+and log are those of `shared_ops.elementary`. sigmoid, silu, log1p and sums of the library are used
+by no op: they may give an element other bits in a vector's tail than in its body.
 """
 
 import torch
 from torch import Tensor
 
-from shared_ops.cpu_products import K_LIMIT, add_product
+from shared_ops.cpu_products import product
 
-K_BLOCK = K_LIMIT
-ROW_TILE = 16
 ALIGNMENT = 64
+# Columns of the ones that sums are products with: the narrowest product there is.
+ONES = 16
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -29,43 +23,30 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-def pad_rows(x_MK: Tensor, multiple: int) -> Tensor:
-    """`x_MK` with zero rows appended up to a multiple of `multiple`."""
-    missing = -x_MK.shape[0] % multiple
-    return torch.nn.functional.pad(x_MK, (0, 0, 0, missing)) if missing else x_MK
-
-
 def fixed_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
-    """float32 [M, N] = x @ w, K in blocks of `K_BLOCK` added left to right.
+    """float32 [M, N] = x @ w. A row's bits depend on that row and w only.
 
     Operands of lower precision are widened first, so that a bf16 product is the float32 product
-    of the same values. `w_KN` may be a transposed view.
+    of the same values. Either may be a transposed view.
     """
-    rows = x_MK.shape[0]
-    if rows == 0 or w_KN.shape[1] == 0:
-        return x_MK.new_zeros((rows, w_KN.shape[1]), dtype=torch.float32)
-    x_MK = aligned(pad_rows(x_MK.float(), ROW_TILE))
-    w_KN = w_KN.float()
-    out_MN = add_product(x_MK[:, :K_BLOCK], w_KN[:K_BLOCK])
-    for start in range(K_BLOCK, x_MK.shape[1], K_BLOCK):
-        block = slice(start, start + K_BLOCK)
-        out_MN = add_product(x_MK[:, block], w_KN[block], out_MN)
-    return out_MN[:rows]
+    return product(x_MK.float(), w_KN.float())
 
 
 def token_product(dy_TN: Tensor, x_TK: Tensor) -> Tensor:
-    """float32 [N, K] = dy^T @ x, tokens in blocks of `K_BLOCK` added in increasing order."""
-    dy_TN, x_TK = dy_TN.float(), x_TK.float()
-    out_NK = add_product(dy_TN[:K_BLOCK].T, x_TK[:K_BLOCK])
-    for start in range(K_BLOCK, x_TK.shape[0], K_BLOCK):
-        block = slice(start, start + K_BLOCK)
-        out_NK = add_product(dy_TN[block].T, x_TK[block], out_NK)
-    return out_NK
+    """float32 [N, K] = dy^T @ x: a sum over tokens, in increasing order."""
+    return product(dy_TN.float().T, x_TK.float())
 
 
 def row_sum(x_RN: Tensor) -> Tensor:
-    """float32 [..., 1]: the sum over the last axis, each row by itself."""
+    """float32 [..., 1]: the sum over the last axis, each row by itself. CUDA: torch's."""
+    if x_RN.is_cuda:
+        return x_RN.float().sum(-1, keepdim=True)
     flat_RN = x_RN.float().reshape(-1, x_RN.shape[-1])
-    if flat_RN.shape[0] == 1:
-        return flat_RN.expand(2, -1).contiguous().sum(-1)[:1].reshape(*x_RN.shape[:-1], 1)
-    return flat_RN.contiguous().sum(-1).reshape(*x_RN.shape[:-1], 1)
+    sums_RO = product(flat_RN, flat_RN.new_ones((flat_RN.shape[1], ONES)))
+    return sums_RO[:, :1].reshape(*x_RN.shape[:-1], 1)
+
+
+def token_sum(x_TN: Tensor) -> Tensor:
+    """float32 [N]: the sum over tokens, in increasing order."""
+    ones_OT = x_TN.new_ones((ONES, x_TN.shape[0]), dtype=torch.float32)
+    return product(ones_OT, x_TN.float())[0]

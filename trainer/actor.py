@@ -90,13 +90,13 @@ class TrainerActor:
 
     def attest(self) -> Report:
         """The contracts of the model's ops, checked on this process's machine and threads."""
-        from shared_ops.attest import attest
+        return self.trainer.attest()
 
-        trainer = self.trainer
-        device = trainer.ranks.device.type
-        return attest(
-            trainer.model_config, device=device, dtype=trainer.config.dtype, lora=trainer.lora
-        )
+    def use_plain(self, functions: Sequence[str]) -> None:
+        """Compute these functions by their plain schedules from now on (shared_ops.elementary)."""
+        from shared_ops.elementary import use_plain
+
+        use_plain(functions)
 
     def version(self) -> int:
         return self.trainer.version

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shared_ops.attest import attest
+from shared_ops.attest_report import Report
 from shared_ops.model.config import ModelConfig
 from shared_ops.model.weights import Manifest
+from shared_ops.numerics import require_plain_numerics
 from trainer import checkpoint, metrics
 from trainer.checks import check_fit, check_trainable
 from trainer.config import TrainerConfig
@@ -49,17 +51,17 @@ class Trainer:
 
         Raises:
             ValueError: folder, device or setting that cannot be used, named with the mend.
-            AttestationError: on CUDA, the contracts do not hold on this GPU.
+            AttestationError: the contracts do not hold on this GPU or processor.
+            NumericsError: a global setting of torch under which they cannot.
         """
         self.config = config or TrainerConfig()
         self.folder = Path(model_folder)
         self.ranks = Ranks(self.config.device)
         self.model_config = ModelConfig.from_folder(self.folder)
         self.lora = self.config.lora.settled()
-        if self.config.exact and self.ranks.device.type == "cuda":
-            attest(
-                self.model_config, device="cuda", dtype=self.config.dtype, lora=self.lora
-            ).raise_if_broken()
+        require_plain_numerics(self.ranks.device)
+        if self.config.exact:
+            self.attest().raise_if_broken()
         self.version = self.steps = self.num_tokens = 0
         self._held = self._hold()
         self.vocab_limit = self._held.vocab_limit
@@ -79,6 +81,11 @@ class Trainer:
 
             kind = Sharded
         return kind(self.folder, self.model_config, self.config, self.lora, self.ranks)
+
+    def attest(self) -> Report:
+        """The contracts of the model's ops, checked on this machine with the threads in use."""
+        device = self.ranks.device.type
+        return attest(self.model_config, device=device, dtype=self.config.dtype, lora=self.lora)
 
     @torch.no_grad()
     def logprobs(self, samples: Sequence[TrainSample]) -> list[Tensor]:
@@ -100,6 +107,7 @@ class Trainer:
         return self._score(self._held.scorer, samples)
 
     def _score(self, scorer: Scores, samples: Sequence[TrainSample]) -> list[Tensor]:
+        require_plain_numerics(self.ranks.device)
         scored: list[Tensor] = []
         for batch in self._micro_batches(samples, range(len(samples)), self._held.together):
             logprobs_N, _ = scorer.score(batch)
@@ -180,6 +188,7 @@ class Trainer:
             ValueError: a sample that cannot be trained on.
             After any of these, weights, optimiser and version are what they were.
         """
+        require_plain_numerics(self.ranks.device)
         self.ranks.all_pass(lambda: self._check_step(samples))
         log, gradients = self._accumulate(samples)
         parity = metrics.check_parity(log, self.ranks)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shared_ops.cpu_products import batched_product
+from shared_ops.elementary import exp, log
 from shared_ops.primitives import row_sum
 
 KV_TILE = 64
@@ -62,7 +63,7 @@ def core(q_BKRE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor, last_BR: Tensor) -> tup
     tiles = k_BKNE.shape[2] // KV_TILE
     scores_XRN = _scores(q_BKRE, k_BKNE, last_BR)
     top_XR1 = scores_XRN.amax(-1, keepdim=True)
-    p_XRN = torch.exp(scores_XRN.sub_(top_XR1))
+    p_XRN = exp(scores_XRN.sub_(top_XR1))
     v_XNE = v_BKNE.reshape(-1, k_BKNE.shape[2], width)
     sums_XRJ = row_sum(p_XRN.unflatten(-1, (tiles, KV_TILE))).squeeze(-1)
     total_XR1 = sums_XRJ[..., :1].clone()
@@ -71,7 +72,7 @@ def core(q_BKRE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor, last_BR: Tensor) -> tup
         span = slice(tile * KV_TILE, (tile + 1) * KV_TILE)
         o_XRE += batched_product(p_XRN[..., span].contiguous(), v_XNE[:, span])
         total_XR1 += sums_XRJ[..., tile : tile + 1]
-    lse_XR = (top_XR1 + torch.log(total_XR1)).squeeze(-1)
+    lse_XR = (top_XR1 + log(total_XR1)).squeeze(-1)
     o_BKRE = (o_XRE / total_XR1).view(sequences, kv_heads, rows, width)
     return o_BKRE, lse_XR.view(sequences, kv_heads, rows)
 
@@ -263,7 +264,7 @@ def _block_gradients(q_XRE, do_XRE, o_XRE, lse_XR1, last_R, k_XNE, v_XNE):
             k, v = k_XNE[:, span], v_XNE[:, span]
             hidden_rn = torch.arange(position, position + KV_TILE) > last_r.unsqueeze(-1)
             scores = tile_scores(q, k).mul_(scale)
-            p = torch.exp(scores.sub_(lse_XR1[:, rows])).masked_fill_(hidden_rn, 0.0)
+            p = exp(scores.sub_(lse_XR1[:, rows])).masked_fill_(hidden_rn, 0.0)
             ds = batched_product(do, v.transpose(1, 2)).sub_(delta_XR1[:, rows]).mul_(p).mul_(scale)
             dv_XNE[:, span] += batched_product(p.transpose(1, 2), do)
             dq_XRE[:, rows] += batched_product(ds, k)

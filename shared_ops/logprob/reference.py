@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from shared_ops.elementary import exp, log
 from shared_ops.primitives import fixed_product, row_sum, token_product
 
 LOGITS_LIMIT = 1 << 24
@@ -22,13 +23,13 @@ def scaled_logits(hidden_BD, head_VD, temperature_B: Tensor, vocab_limit: int) -
 def _normalised(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """logits - maximum, their exponentials, and the exponentials' sums [B, 1]."""
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    exp_BV = torch.exp(shifted_BV)
+    exp_BV = exp(shifted_BV)
     return shifted_BV, exp_BV, row_sum(exp_BV)
 
 
 def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     shifted_BV, _, sum_B1 = _normalised(logits_BV)
-    return (shifted_BV.gather(1, tokens_B.unsqueeze(1)) - torch.log(sum_B1)).squeeze(1)
+    return (shifted_BV.gather(1, tokens_B.unsqueeze(1)) - log(sum_B1)).squeeze(1)
 
 
 def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
@@ -51,7 +52,7 @@ def _entropy(logits_BV: Tensor) -> Tensor:
     """-sum p log p = log(sum) - sum(exp x shifted) / sum; a masked entry counts as 0."""
     shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
     weighted_B1 = row_sum(exp_BV * shifted_BV.clamp_(min=-1e4))
-    return (torch.log(sum_B1) - weighted_B1 / sum_B1).squeeze(1)
+    return (log(sum_B1) - weighted_B1 / sum_B1).squeeze(1)
 
 
 def token_logprobs_backward(

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shared_ops.elementary import exp, log
 from shared_ops.primitives import fixed_product, row_sum, token_product
 
 LOGITS_LIMIT = 1 << 26
@@ -112,9 +113,9 @@ class _Rows(NamedTuple):
 def _softmax(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax p, s = logits - maximum (at least -1e4, so that p s is 0 where p is), log(sum)."""
     shifted_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    p_BV = torch.exp(shifted_BV)
+    p_BV = exp(shifted_BV)
     sum_B1 = row_sum(p_BV)
-    return p_BV.div_(sum_B1), shifted_BV.clamp_(min=-1e4), torch.log(sum_B1)
+    return p_BV.div_(sum_B1), shifted_BV.clamp_(min=-1e4), log(sum_B1)
 
 
 def forward(*inputs) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,12 @@
 
 from torch import Tensor
 
-from shared_ops.primitives import row_sum
+from shared_ops.elementary import square_root
+from shared_ops.primitives import row_sum, token_sum
 
 
 def _inverse_rms(x_RD: Tensor, eps: float) -> Tensor:
-    return 1.0 / (row_sum(x_RD * x_RD) / x_RD.shape[-1] + eps).sqrt()
+    return 1.0 / square_root(row_sum(x_RD * x_RD) / x_RD.shape[-1] + eps)
 
 
 def forward(x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:
@@ -29,7 +30,7 @@ def backward(
     scaled_RD = dy_RD * w_D.float()
     mean_R1 = row_sum(scaled_RD * normed_RD) / x_RD.shape[-1]
     dx_RD = (scaled_RD - normed_RD * mean_R1) * inverse_R1
-    dw_D = (dy_RD * normed_RD).reshape(-1, x_RD.shape[-1]).sum(0)
+    dw_D = token_sum((dy_RD * normed_RD).reshape(-1, x_RD.shape[-1]))
     dx_RD = dx_RD.to(x_RD.dtype)
     if residual_RD is not None:
         dx_RD = dx_RD + residual_RD

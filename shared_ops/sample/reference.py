@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from shared_ops.elementary import log_of_float64
+
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -36,7 +38,7 @@ def gumbel(keys_B2: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     words = philox(counters, (keys_B2[:, :1], keys_B2[:, 1:]))
     words_BV = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocabulary]
     uniform_BV = (words_BV.double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform_BV)).float()
+    return -log_of_float64(-log_of_float64(uniform_BV)).float()
 
 
 def draw(logits_BV: Tensor, keys_B2: Tensor, positions_B: Tensor) -> Tensor:
