@@ -34,7 +34,7 @@ def verdict_of(path: Path, measure: Callable[[], Verdict]) -> Verdict:
     """
     try:
         return _checked(json.loads(path.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError) as error:
         warnings.warn(f"attested anew, since {path} is damaged ({error})", stacklevel=2)

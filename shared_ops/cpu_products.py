@@ -20,6 +20,7 @@ value differs.
 """
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -95,10 +96,13 @@ def _rows_limit(columns: int) -> int:
 
 
 def batched_product(x_XMK: Tensor, w_XKN: Tensor) -> Tensor:
-    """float32 [X, M, N] = x @ w of float32 operands; K is at most K_BLOCK.
+    """float32 [X, M, N] = x @ w of float32 operands, likewise.
 
     Either may be a transposed view, of any distance between its matrices.
     """
+    if w_XKN.shape[1] > K_BLOCK:
+        blocks = zip(x_XMK.split(K_BLOCK, 2), w_XKN.split(K_BLOCK, 1), strict=True)
+        return functools.reduce(torch.Tensor.add_, itertools.starmap(batched_product, blocks))
     rows, columns = x_XMK.shape[1], w_XKN.shape[2]
     x_XMK, w_XKN = _filled(x_XMK, BATCH_ROWS, TILE), _filled(w_XKN, TILE, TILE)
     batch = _schedule_for(_call(True, x_XMK, w_XKN)).batch
@@ -251,13 +255,21 @@ def _comparisons(schedule: Schedule, call: Call) -> Iterator[tuple[Tensor, Tenso
     small = x[:1, :TILE] * 2.0**-80, w[:1] * 2.0**-62  # sums below the least normal float32
     yield _run(schedule, call, *small)[:, :, columns], chain(small[0], small[1][:, :, columns])
     if not call.batched:
-        onto = torch.randn(whole.shape[1:], generator=generator)
+        onto = random_float32(tuple(whole.shape[1:]), generator)
         yield schedule.add(x[0], w[0], onto.clone())[None], onto + whole
 
 
 def _operand(shape: tuple[int, ...], rows: bool, generator: torch.Generator) -> Tensor:
-    x = torch.randn(shape, generator=generator)
+    x = random_float32(shape, generator)
     return x if rows else x.mT.contiguous().mT
+
+
+def random_float32(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random values within +-8, most of them small; the same bits on every processor, which
+    torch.randn's are not."""
+    whole = torch.randint(-(1 << 24), 1 << 24, shape, generator=generator, dtype=torch.int32)
+    scales = torch.tensor([2.0**power for power in range(-25, -20)])
+    return whole * scales[torch.randint(0, len(scales), shape, generator=generator)]
 
 
 def _elsewhere(x: Tensor) -> Tensor:

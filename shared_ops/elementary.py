@@ -28,6 +28,11 @@ FUNCTIONS = ("exp", "log", "log of float64")
 
 def use_plain(names: Iterable[str]) -> None:
     """Compute these of FUNCTIONS by the plain schedule from now on, in this process."""
+    names = set(names)
+    if unknown := names - set(FUNCTIONS):
+        raise ValueError(
+            f"{sorted(unknown)[0]!r} has no plain schedule: use one of {', '.join(FUNCTIONS)}"
+        )
     _plain.update(names)
 
 

@@ -39,13 +39,10 @@ def require_plain_numerics(device: torch.device) -> None:
             "numbers below the least normal float32 are flushed to zero in this thread: call"
             " torch.set_flush_denormal(False), or find the library that set it"
         )
-    if torch.get_float32_matmul_precision() != "highest":
-        raise NumericsError(
-            f"float32_matmul_precision is {torch.get_float32_matmul_precision()!r}: set it back"
-            ' with torch.set_float32_matmul_precision("highest")'
-        )
-    precision = torch.backends.mkldnn.matmul.fp32_precision
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # pyright: ignore
     if precision not in ("none", "ieee"):
         raise NumericsError(
-            f"torch.backends.mkldnn.matmul.fp32_precision is {precision!r}: set it back to 'ieee'"
+            f"products of float32 are computed in {precision} here: set it back with"
+            ' torch.set_float32_matmul_precision("highest"), or with'
+            ' torch.backends.mkldnn.matmul.fp32_precision = "ieee" if that was used'
         )

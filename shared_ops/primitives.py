@@ -2,10 +2,14 @@
 
 Every sum on a CPU is a product in the contract of `shared_ops.cpu_products`: chains of fused
 multiply-adds in blocks, which depend on the summed values only. A sum without factors is a product
-with ones. What is left of an op is elementwise: +, -, *, / and square root are IEEE 754's, and exp
-and log are those of `shared_ops.elementary`. sigmoid, silu, log1p and sums of the library are used
-by no op: they may give an element other bits in a vector's tail than in its body.
+with ones and zeros that deals the elements out to 16 lanes, i to lane i mod 16, each summed in
+increasing order; lanes are added in halves. What is left of an op is elementwise: +, -, * and / are
+IEEE 754's, and square root, exp and log are those of `shared_ops.elementary`. sigmoid, silu, log1p
+and sums of the library are used by no op: they may give an element other bits in a vector's tail
+than in its body.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -13,8 +17,8 @@ from torch import Tensor
 from shared_ops.cpu_products import product
 
 ALIGNMENT = 64
-# Columns of the ones that sums are products with: the narrowest product there is.
-ONES = 16
+# As many as the narrowest product has columns; they also keep rounding errors small.
+LANES = 16
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -42,11 +46,24 @@ def row_sum(x_RN: Tensor) -> Tensor:
     if x_RN.is_cuda:
         return x_RN.float().sum(-1, keepdim=True)
     flat_RN = x_RN.float().reshape(-1, x_RN.shape[-1])
-    sums_RO = product(flat_RN, flat_RN.new_ones((flat_RN.shape[1], ONES)))
-    return sums_RO[:, :1].reshape(*x_RN.shape[:-1], 1)
+    lanes_RL = product(flat_RN, _lanes(flat_RN.shape[1]))
+    return _added(lanes_RL, -1).reshape(*x_RN.shape[:-1], 1)
 
 
 def token_sum(x_TN: Tensor) -> Tensor:
-    """float32 [N]: the sum over tokens, in increasing order."""
-    ones_OT = x_TN.new_ones((ONES, x_TN.shape[0]), dtype=torch.float32)
-    return product(ones_OT, x_TN.float())[0]
+    """float32 [N]: the sum over tokens."""
+    return _added(product(_lanes(x_TN.shape[0]).T, x_TN.float()), 0)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _lanes(count: int) -> Tensor:
+    """float32 [count, LANES]: 1 where the element belongs to the lane."""
+    return torch.eye(LANES).repeat(-(-count // LANES), 1)[:count]
+
+
+def _added(lanes: Tensor, axis: int) -> Tensor:
+    """The lanes along an axis, which keeps length 1: first half plus second, until one is left."""
+    while lanes.shape[axis] > 1:
+        first, second = lanes.chunk(2, axis)
+        lanes = first + second
+    return lanes

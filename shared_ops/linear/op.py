@@ -2,15 +2,17 @@
 
 Contract: K in increasing order, in blocks of C; each block is one float32 product with one
 accumulator per output; blocks are added left to right in float32; the bias is added in float32;
-one rounding to the input's dtype at the end. CPU: C = 256. CUDA: C = K (one accumulator).
+one rounding to the input's dtype at the end. CPU: C = 192, a block is a chain of fused
+multiply-adds (`shared_ops.cpu_products`), and all of it rests on IEEE 754. CUDA: C = K (one
+accumulator).
 A row's bits depend on that row and the weight only.
 CUDA schedules: Triton tiles of any shape, and cuBLAS where it does not split K; which of them runs
 follows from the row count, and all are bit-equal (`shared_ops.products`). float32 inputs are
 multiplied in float32, not TF32.
 
 Backward: dx obeys the same contract over n. dw sums over tokens; it is bit-equal from run to run
-for one packing. CPU: in increasing order in blocks of 256 tokens, for any thread count. CUDA: in
-the order of one library product for the shape.
+for one packing. CPU: in increasing order in blocks of 192 tokens, for any number of threads, and
+dbias in lanes (`shared_ops.primitives`). CUDA: in the order of one library product for the shape.
 """
 
 from types import ModuleType

@@ -5,6 +5,7 @@ vocabulary rows >= `vocab_limit` (padding that no tokenizer entry stands for). T
 has no order; exp(logit - maximum) is summed in an order that depends on V only; the log
 probability is (chosen - maximum) - log(sum), each operation rounded to float32. Nothing is ever
 rounded below float32. A row's bits depend on that row, its temperature and the head only.
+CPU: sums in lanes (`shared_ops.primitives`), exp and log those of `shared_ops.elementary`.
 CUDA: the vocabulary is reduced in chunks of 4096, each against its own maximum, and the chunks'
 sums are brought to the row's maximum and added in one fixed order.
 

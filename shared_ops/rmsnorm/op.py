@@ -4,10 +4,13 @@ Contract: everything in float32; the squares of a row are summed in an order tha
 width only; y = (x * (1 / sqrt(mean + eps))) * w, each operation rounded to float32, one rounding
 to the input's dtype at the end. A row's bits depend on that row and the weight only.
 
+CPU: a row is summed in lanes (`shared_ops.primitives`), and the square root is IEEE 754's; nothing
+else is relied on.
+
 CUDA: a row is summed inside one program, in the order of a register layout that the width fixes.
 
-Backward: rows by themselves; dw sums over rows, bit-equal from run to run (CUDA: runs of rows in
-parallel, their sums added in one fixed order).
+Backward: rows by themselves; dw sums over rows, bit-equal from run to run (CPU: in lanes; CUDA:
+runs of rows in parallel, their sums added in one fixed order).
 """
 
 from types import ModuleType

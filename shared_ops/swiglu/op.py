@@ -1,9 +1,9 @@
 """swiglu: y = silu(gate) * up, silu(g) = g / (1 + exp(-g))  (Shazeer 2020, "GLU variants").
 
 Contract: no sums. exp, the division and the product are each rounded to float32, one rounding to
-the input's dtype at the end. CUDA: exp is the hardware's power of two, good to 2 units in the last
-place. silu is spelled with exp because torch's silu and sigmoid give an
-element other bits in a vector's tail than in its body.
+the input's dtype at the end. CPU: exp is that of `shared_ops.elementary`. CUDA: exp is the
+hardware's power of two, good to 2 units in the last place. silu is spelled with exp because torch's
+silu and sigmoid give an element other bits in a vector's tail than in its body.
 """
 
 from types import ModuleType
