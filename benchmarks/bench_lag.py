@@ -11,7 +11,6 @@ than the one that drew it, which has to stop. Writes benchmarks/results/lag_cpu.
 import argparse
 import dataclasses
 import json
-import platform
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from recipes import job
 from recipes.command_line import parse
 from recipes.durable import read_lines
 from recipes.grpo_gsm8k import run
+from shared_ops.attest_cache import processor_name
 from trainer.parity import ParityError
 
 RESULTS = Path(__file__).resolve().parent / "results" / "lag_cpu.json"
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     result: dict[str, Any] = {
         "commit": commit(),
-        "device": platform.processor() or platform.machine(),
+        "device": processor_name(),
         "torch": torch.__version__,
         "settings": {"steps": given.steps, "runtime": given.runtime, "lag_share": 1.0},
         "rows": [],

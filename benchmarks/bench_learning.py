@@ -16,7 +16,6 @@ picture beside it, and prints a table.
 import argparse
 import gc
 import json
-import platform
 import shutil
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from benchmarks.bench_ops import environment as gpu_environment
 from recipes.command_line import is_ours, parse
 from recipes.durable import read_lines, write_text
 from recipes.settings import RunConfig
+from shared_ops.attest_cache import processor_name
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PRESET = "smollm2-135m-arithmetic"
@@ -188,7 +188,7 @@ def environment(device: str, commit: str | None) -> dict[str, str]:
 
     if device.startswith("cuda"):
         return gpu_environment(commit)
-    machine = platform.processor() or platform.machine()
+    machine = processor_name()
     return {"device": machine, "torch": torch.__version__, "commit": commit_of(commit)}
 
 

@@ -6,12 +6,13 @@ writes benchmarks/results/main_job_cpu.json. Both sides draw the same prompts wi
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from shared_ops.attest_cache import processor_name
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULT = PROJECT / "benchmarks" / "results" / "main_job_cpu.json"
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     environment = {
-        "device": platform.processor() or platform.machine(),
+        "device": processor_name(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
         "steps": steps,

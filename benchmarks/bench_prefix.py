@@ -30,6 +30,7 @@ import torch
 from benchmarks.bench_scenarios import TINY, Groups, commit, count
 from benchmarks.random_models import LAYERS, make_folder, replace_files
 from rollout import Engine, EngineConfig, SamplingParams
+from shared_ops.attest_cache import processor_name
 
 GROUP = 8
 TINY_PROMPTS, PROMPTS = (64, 256, 480), (64, 256, 512)
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             gc.collect()
     where = {"device": torch.cuda.get_device_name() if on_gpu else "cpu", "dtype": dtype}
     if not on_gpu:
-        where |= {"processor": platform.machine(), "threads": str(torch.get_num_threads())}
+        where |= {"processor": processor_name(), "threads": str(torch.get_num_threads())}
     versions = {"torch": torch.__version__, "python": platform.python_version(), "commit": at}
     if given.output:
         result = {**where, **versions, "group": GROUP, "models": results}
