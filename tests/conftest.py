@@ -25,6 +25,18 @@ def reordered():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """For pytest-xdist: a file stays in one process, for what its tests share; so do all that start
+    a Ray cluster, and all that need the GPU. The clusters first: they take longest."""
+    if not hasattr(config, "workerinput"):
+        return
+    for item in items:
+        alone = [name for name in ("gpu", "ray") if item.get_closest_marker(name)]
+        item.add_marker(pytest.mark.xdist_group(alone[0] if alone else item.path.name))
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 def pytest_sessionfinish(session):
     """A worker of pytest-xdist sends what it compared with its other results."""
     if hasattr(session.config, "workeroutput"):

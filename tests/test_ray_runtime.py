@@ -13,7 +13,11 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.parametrize(
-    ("flags", "file"), [((), "model"), (("--lora.rank", "4"), "adapter_model")]
+    ("flags", "file"),
+    [
+        ((), "model"),
+        pytest.param(("--lora.rank", "4"), "adapter_model", marks=pytest.mark.slow),
+    ],
 )
 def test_actors_give_the_inline_runs_lines_and_weights(tmp_path, flags, file):
     for runtime in ("inline", "ray"):
@@ -38,6 +42,7 @@ def test_actors_draw_while_the_trainer_steps_and_every_stale_token_is_proved(tmp
     assert sum(row["parity/lag_rescored_compared"] for row in rows) > 0
 
 
+@pytest.mark.slow
 def test_sharded_trainer_ranks_give_the_lines_and_weights_of_whole_ones(tmp_path):
     words = [*SMALL, "--steps", "2", "--evaluation.problems", "0", "--runtime", "ray"]
     words += ["--trainer-ranks", "2", "--updates-per-batch", "2"]
