@@ -1,6 +1,6 @@
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup run check test parity bench notebooks
+.PHONY: setup run check test test-all parity matrix bench notebooks
 
 setup: ; python3 bootstrap.py test --collect-only -q > /dev/null
 
@@ -13,7 +13,14 @@ check:
 
 test: ; python3 bootstrap.py test
 
-parity: ; $(PYTHON) -m pytest -q tests/test_contracts.py tests/test_parity_chain.py tests/test_engine_bits.py
+test-all: ; python3 bootstrap.py test -m "slow or not slow"
+
+parity:
+	$(PYTHON) -m pytest -q tests/test_cpu_products.py tests/test_contracts.py \
+		tests/test_contracts_attention.py tests/test_engine_bits.py tests/test_trainer_bits.py \
+		tests/test_lora_bits.py
+
+matrix: ; $(PYTHON) -m benchmarks.bits_matrix
 
 bench: ; $(PYTHON) -m benchmarks.bench_main_job
 

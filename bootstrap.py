@@ -19,7 +19,12 @@ PROJECT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("ZEROKL_VENV", PROJECT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 TORCH = "torch==2.13.0"
-COMMANDS = {"run": ["-m", "recipes.grpo_gsm8k"], "test": ["-m", "pytest", "-q"]}
+# Files are shared out over processes whole, in the order that tests/conftest.py gives them.
+PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder"]
+COMMANDS = {
+    "run": ["-m", "recipes.grpo_gsm8k"],
+    "test": ["-m", "pytest", "-q", *PARALLEL],
+}
 
 
 def install(extras: str) -> None:

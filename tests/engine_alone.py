@@ -6,10 +6,10 @@ from functools import cache
 from unittest import mock
 
 import torch
+from reordered import REORDERED
 
 from rollout import Completion, Engine, EngineConfig, SamplingParams
 from shared_ops.model.weights import make_manifest
-from shared_ops.ordinary import ORDINARY
 
 
 class Weights:
@@ -24,11 +24,10 @@ class Weights:
         return engine.load_weights(make_manifest(version, tensors), tensors, in_flight)
 
 
-def ordinary_engine(folder, **settings) -> Engine:
-    """With torch's own ops on any device: an engine with exact=False has them on a CPU only, and on
-    a GPU the library may give small products the bits of the contracts."""
+def reordered_engine(folder, **settings) -> Engine:
+    """Without contracts, on any device: torch's own ops may give a small model their bits."""
     config = EngineConfig(exact=False, cuda_graphs=False, **settings)
-    with mock.patch("rollout.engine.sampler_ops", lambda exact, device: ORDINARY):
+    with mock.patch("rollout.engine.sampler_ops", lambda exact, device: REORDERED):
         return Engine(folder, config)
 
 

@@ -3,8 +3,10 @@
 import json
 
 from benchmarks import bench_reproducible
-from benchmarks.bench_reproducible import PARTS, differing, main
+from benchmarks.bench_reproducible import PARTS, SETTINGS, differing, main
 from recipes import grpo_gsm8k
+
+FEW = ("--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "32")
 
 
 def here(scratch, out, words) -> None:
@@ -14,6 +16,7 @@ def here(scratch, out, words) -> None:
 
 def test_two_runs_and_a_killed_one_are_equal_and_the_control_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_reproducible, "left_alone", here)
+    monkeypatch.setattr(bench_reproducible, "SETTINGS", (*SETTINGS, *FEW))
     output = tmp_path / "reproducible.json"
     assert main(["--steps", "2", "--problems", "1", "--output", str(output)]) == 0
     report = json.loads(output.read_text())

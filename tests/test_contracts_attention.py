@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from bits import differing, threads
+from bits import THREAD_COUNTS, differing, differing_in_control, threads
 from poison import poisoned_memory
+from reordered import REORDERED
 from torch import Tensor
 
 from shared_ops.attention import reference
 from shared_ops.attention.op import PagedLayout
 from shared_ops.opset import EXACT, OpSet
-from shared_ops.ordinary import ORDINARY
 
 LENGTHS = [1, 63, 64, 65, 2, 129, 200, 1]
 SHAPES = [(1, 1, 16), (4, 2, 64), (3, 1, 10), (7, 1, 80), (2, 1, 256)]
@@ -103,7 +103,7 @@ def steps(ops: OpSet, given: Sequences, position: int) -> tuple[Tensor, list[int
     return paged(ops, given.pick(chosen).cut(spans)), chosen
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=THREAD_COUNTS)
 def thread_count(request):
     with threads(request.param):
         yield request.param
@@ -169,13 +169,13 @@ def test_prefilled_in_chunks_beside_a_decode(chunk, thread_count):
         assert differing(got, torch.cat((wanted[5][128:], wanted[6][span]))) == 0
 
 
-def test_ordinary_attention_fails_the_same_checks():
+def test_attention_in_another_order_fails_the_same_checks():
     given = sequences(4, 2, 64)
-    wanted = [packed(ORDINARY, given.pick([index])) for index in range(len(LENGTHS))]
-    got, chosen = steps(ORDINARY, given, 64)
-    assert differing(got, torch.stack([wanted[i][64] for i in chosen])) > 0
-    beginning = packed(ORDINARY, given.pick([6]).cut([slice(0, 65)]))
-    assert differing(beginning, wanted[6][:65]) > 0
+    wanted = [packed(REORDERED, given.pick([index])) for index in range(len(LENGTHS))]
+    got, chosen = steps(REORDERED, given, 64)
+    assert differing_in_control(got, torch.stack([wanted[i][64] for i in chosen])) > 0
+    beginning = packed(REORDERED, given.pick([6]).cut([slice(0, 65)]))
+    assert differing_in_control(beginning, wanted[6][:65]) > 0
 
 
 def _gradients(given: Sequences) -> list[Tensor]:
@@ -190,7 +190,7 @@ def test_gradients_are_equal_from_run_to_run_and_for_any_thread_count(shape, dty
     given = sequences(*shape, dtype=dtype)
     with threads(1):
         wanted = _gradients(given)
-    for count in (1, 2):
+    for count in THREAD_COUNTS:
         with threads(count):
             got = _gradients(given)
         assert [differing(g, w) for g, w in zip(got, wanted, strict=True)] == [0, 0, 0]

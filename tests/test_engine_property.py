@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from engine_alone import Alone, Weights, assert_as_alone, ordinary_engine
+from engine_alone import Alone, Weights, assert_as_alone, reordered_engine
 from gpu import needs_gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -237,9 +237,9 @@ def test_enough_was_compared():
     assert not never, f"never drawn: {never}"
 
 
-def test_the_comparison_sees_ordinary_ops(folder, alone, place):
+def test_the_comparison_sees_ops_in_another_order(folder, alone, place):
     """The negative control: the same comparison, an engine without contracts."""
-    engine = ordinary_engine(folder, **place)
+    engine = reordered_engine(folder, **place)
     params = SamplingParams(max_tokens=10, n=3, ignore_eos=True)
     with pytest.raises(AssertionError):
         for group in engine.generate(PROMPTS, params):

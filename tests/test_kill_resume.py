@@ -7,8 +7,8 @@ from benchmarks.bench_resume import KILLS, compare, outcome
 
 CHOSEN = (
     "inside an optimiser step",
-    "evaluation, before its line",
-    "while an old checkpoint goes",
+    pytest.param("evaluation, before its line", marks=pytest.mark.slow),
+    pytest.param("while an old checkpoint goes", marks=pytest.mark.slow),
 )
 
 

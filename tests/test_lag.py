@@ -71,8 +71,9 @@ def test_a_share_of_the_stale_tokens_is_proved_each_step(tmp_path):
     assert 0 < sum(proved) < sum(stale)
 
 
-def test_ordinary_kernels_show_mismatch_beside_lag(tmp_path):
-    """The control: with ordinary ops stale tokens differ, and the two parts of the KL are told."""
+@pytest.mark.usefixtures("reordered")
+def test_kernels_without_contracts_show_mismatch_beside_lag(tmp_path):
+    """The control: with other ops stale tokens differ, and the two parts of the KL are told."""
     rows = run(tmp_path / "run", "--max-lag", "2", "--mode", "tis")
     assert sum(row["parity/lag_rescored_differing"] for row in rows) > 0
     assert max(row["kl/mismatch"] for row in rows) > 0

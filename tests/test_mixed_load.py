@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from engine_alone import ordinary_engine
+from engine_alone import reordered_engine
 from gpu import needs_gpu
 from toy_models import toy_folder
 
@@ -66,10 +66,10 @@ def test_nothing_differs_in_a_load_with_everything_in_it(run):
     assert all(part.compared > 0 == part.differing for part in parts.values())
 
 
-def test_the_comparison_sees_ordinary_ops_other_weights_and_nan(folder, place, run):
+def test_the_comparison_sees_ops_in_another_order_other_weights_and_nan(folder, place, run):
     with replace_files(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_load, "FLOOD_MORE", 0)
-        completions, _, policies = served(folder, ordinary_engine(folder, **LIMITS, **place))
+        completions, _, policies = served(folder, reordered_engine(folder, **LIMITS, **place))
     assert total(bits_of(policies, completions)).differing > 0
     completions, _, policies = run
     crossed = [one for one in completions if len(set(one.policy_versions)) == 2][:2]

@@ -11,6 +11,8 @@ from notebooks.execute import executed, notebooks
 
 NAMES = [path.name for path in notebooks()]
 LARGEST = 400_000
+# They train for most of their time, as the tests of the recipe do.
+SLOW = ("2_", "3_")
 
 
 def code_cells(notebook) -> list:
@@ -26,7 +28,10 @@ def committed(name: str):
     return nbformat.read(path, as_version=4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith(SLOW)) for n in NAMES],
+)
 def test_a_notebook_runs_and_what_it_asserts_holds(name):
     (path,) = (path for path in notebooks() if path.name == name)
     notebook = executed(path)

@@ -13,7 +13,11 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.mark.parametrize(
-    ("flags", "file"), [((), "model"), (("--lora.rank", "4"), "adapter_model")]
+    ("flags", "file"),
+    [
+        ((), "model"),
+        pytest.param(("--lora.rank", "4"), "adapter_model", marks=pytest.mark.slow),
+    ],
 )
 def test_actors_give_the_inline_runs_lines_and_weights(tmp_path, flags, file):
     for runtime in ("inline", "ray"):
@@ -38,6 +42,7 @@ def test_actors_draw_while_the_trainer_steps_and_every_stale_token_is_proved(tmp
     assert sum(row["parity/lag_rescored_compared"] for row in rows) > 0
 
 
+@pytest.mark.slow
 def test_sharded_trainer_ranks_give_the_lines_and_weights_of_whole_ones(tmp_path):
     words = [*SMALL, "--steps", "2", "--evaluation.problems", "0", "--runtime", "ray"]
     words += ["--trainer-ranks", "2", "--updates-per-batch", "2"]
@@ -52,7 +57,14 @@ def test_sharded_trainer_ranks_give_the_lines_and_weights_of_whole_ones(tmp_path
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_ordinary_ops_on_one_side_are_seen_by_sharded_ranks_which_name_the_op(tmp_path, capsys):
+def test_other_ops_on_one_side_are_seen_by_sharded_ranks_which_name_the_op(
+    tmp_path, capsys, monkeypatch
+):
+    from recipes import runtime
+
+    real, hook = runtime._runtime_env, "tests.reordered.install"
+    with_hook = lambda address: real(address) | {"worker_process_setup_hook": hook}  # noqa: E731
+    monkeypatch.setattr(runtime, "_runtime_env", with_hook)
     words = [*SMALL, "--rollout.no-exact", "--runtime", "ray", "--evaluation.problems", "0"]
     words += ["--trainer-ranks", "2", "--trainer.sharding", "full", "--updates-per-batch", "2"]
     assert main([*words, "--out", str(tmp_path / "broken")]) == 1

@@ -163,7 +163,8 @@ def test_reward_functions_are_imported_and_weighed(tmp_path):
     assert {"rewards/correctness_reward/mean", "rewards/boxed_reward/mean"} <= row.keys()
 
 
-def test_ordinary_ops_on_one_side_stop_the_run_and_name_the_op(tmp_path, capsys):
+@pytest.mark.usefixtures("reordered")
+def test_other_ops_on_one_side_stop_the_run_and_name_the_op(tmp_path, capsys):
     out = tmp_path / "broken"
     assert main([*SMALL, "--rollout.no-exact", "--out", str(out)]) == 1
     error = capsys.readouterr().err
@@ -173,6 +174,7 @@ def test_ordinary_ops_on_one_side_stop_the_run_and_name_the_op(tmp_path, capsys)
     assert not list(out.glob("checkpoints/*"))
 
 
+@pytest.mark.usefixtures("reordered")
 def test_mode_none_reports_the_difference_and_goes_on(tmp_path):
     out = tmp_path / "none"
     assert main([*SMALL, "--mode", "none", "--steps", "1", "--out", str(out)]) == 0

@@ -38,6 +38,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path, caps
     assert sorted((out / "checkpoints").iterdir()) == folders
 
 
+@pytest.mark.ray
 def test_what_is_left_out_is_taken_from_the_run(tmp_path, monkeypatch):
     out = tmp_path / "run"
     words = ["--evaluation.problems", "0", "--temperature", "0.9", "--lora.rank", "2"]

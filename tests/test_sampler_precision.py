@@ -126,6 +126,7 @@ def test_the_plan_says_what_the_sampler_runs():
     assert "vendor library likes, attention split by load, in bfloat16" in plan_line(on_gpu)
 
 
+@pytest.mark.usefixtures("reordered")
 def test_arms_ask_the_same_first_prompts_and_rounding_widens_the_gap(tmp_path, capsys):
     arms = {
         "bitwise": [],
