@@ -19,12 +19,7 @@ PROJECT = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("ZEROKL_VENV", PROJECT / ".venv"))
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 TORCH = "torch==2.13.0"
-# Files are shared out over processes whole, in the order that tests/conftest.py gives them.
-PARALLEL = ["-n", "auto", "--maxprocesses", "8", "--dist", "loadgroup", "--no-loadscope-reorder"]
-COMMANDS = {
-    "run": ["-m", "recipes.grpo_gsm8k"],
-    "test": ["-m", "pytest", "-q", *PARALLEL],
-}
+COMMANDS = {"run": ["-m", "recipes.grpo_gsm8k"], "test": ["-m", "pytest", "-q", "-n", "auto"]}
 
 
 def install(extras: str) -> None:

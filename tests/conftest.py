@@ -25,15 +25,31 @@ def reordered():
         yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """For pytest-xdist: a file stays in one process, for what its tests share; so do all that start
-    a Ray cluster, and all that need the GPU. The clusters first: they take longest."""
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        alone = [name for name in ("gpu", "ray") if item.get_closest_marker(name)]
-        item.add_marker(pytest.mark.xdist_group(alone[0] if alone else item.path.name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """No more than eight, for their memory; one where the tests of a GPU share it."""
+    gpu = os.path.exists("/dev/nvidia0") or os.path.exists("/proc/driver/nvidia/version")
+    if hasattr(os, "sched_getaffinity"):
+        return 1 if gpu else min(8, len(os.sched_getaffinity(0)))
+    return min(8, os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file stays in one process, for what its tests share; all Ray clusters stay in one too."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0].rpartition("/")[2]
+            return "ray" if name.startswith("test_ray_") else name
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """The Ray clusters first: of what stays in one process they take longest."""
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 

@@ -1,5 +1,7 @@
 """Behaviour under Ray: actors give the inline run's bits, and missing resources fail in seconds."""
 
+import dataclasses
+import json
 import time
 from dataclasses import replace
 
@@ -71,6 +73,19 @@ def test_other_ops_on_one_side_are_seen_by_sharded_ranks_which_name_the_op(
     error = capsys.readouterr().err
     assert "tokens differ between sampler and trainer" in error
     assert "op to look at: layer 0" in error
+
+
+def test_a_resumed_run_takes_what_is_left_out_from_the_run(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    words = ["--evaluation.problems", "0", "--temperature", "0.9", "--lora.rank", "2"]
+    assert main([*SMALL, "--steps", "2", *words, "--out", str(out)]) == 0
+    before = json.loads((out / "config.json").read_text())
+    assert main(["--out", str(out), "--resume", "auto", "--steps", "3"]) == 0
+    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1, 2, 3]
+    monkeypatch.chdir(tmp_path)
+    found = parse(["--resume", str(out), "--runtime", "inline"])
+    settings = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert {name: settings[name] for name in before} == before
 
 
 def test_missing_resources_fail_in_seconds_and_name_need_and_have(monkeypatch):

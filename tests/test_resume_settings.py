@@ -1,13 +1,12 @@
 """Behaviour of resuming with other settings, and with settings that are younger than the run."""
 
-import dataclasses
 import json
 
 import pytest
 
 from recipes.command_line import parse
 from recipes.grpo_gsm8k import main
-from tests.test_recipe import SMALL, lines
+from tests.test_recipe import SMALL
 
 
 def test_a_run_from_before_a_setting_existed_resumes_at_its_default(tmp_path, capsys):
@@ -36,20 +35,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tmp_path, caps
     assert "every checkpoint in" in capsys.readouterr().err
     assert (out / "metrics.jsonl").read_bytes() == before
     assert sorted((out / "checkpoints").iterdir()) == folders
-
-
-@pytest.mark.ray
-def test_what_is_left_out_is_taken_from_the_run(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    words = ["--evaluation.problems", "0", "--temperature", "0.9", "--lora.rank", "2"]
-    assert main([*SMALL, "--steps", "2", *words, "--out", str(out)]) == 0
-    before = json.loads((out / "config.json").read_text())
-    assert main(["--out", str(out), "--resume", "auto", "--steps", "3"]) == 0
-    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1, 2, 3]
-    monkeypatch.chdir(tmp_path)
-    found = parse(["--resume", str(out), "--runtime", "inline"])
-    settings = json.loads(json.dumps(dataclasses.asdict(found)))
-    assert {name: settings[name] for name in before} == before
 
 
 def test_every_setting_has_its_words_in_the_help(capsys):
