@@ -78,6 +78,7 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         query_starts=[0, *ends_B.tolist()],
         context_lens=(starts_B + counts_B).tolist(),
         page_table_BP=_tensor(table_BP, device),
+        kept={},
     )
     return Batch(
         token_ids_T=_tensor(_token_ids(rows), device),
