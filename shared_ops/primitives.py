@@ -10,6 +10,7 @@ than in its body.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,12 +20,22 @@ from shared_ops.cpu_products import product
 ALIGNMENT = 64
 # As many as the narrowest product has columns; they also keep rounding errors small.
 LANES = 16
+CACHED_VALUES = 1 << 16
 
 
 def aligned(x: Tensor) -> Tensor:
     """The same values, contiguous and on a 64-byte boundary (vendor products may look at it)."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def row_blocks(rows: int, width: int) -> Iterator[slice]:
+    """All rows in turn, as many at a time as a processor's cache holds with what is made of them.
+
+    For elementwise passes: what they put out does not depend on the blocks.
+    """
+    step = max(1, CACHED_VALUES // max(1, width))
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def fixed_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:

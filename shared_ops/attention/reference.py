@@ -20,7 +20,7 @@ from shared_ops.attention.plans import (
     packed_blocks,
     paged_blocks,
 )
-from shared_ops.cpu_products import BATCH_ROWS, K_BLOCK, batched_product
+from shared_ops.cpu_products import BATCH_ROWS, K_BLOCK, TILE, batched_product, product
 from shared_ops.elementary import exp, log
 from shared_ops.primitives import row_sum
 
@@ -51,7 +51,7 @@ def core(
     scores_KXRN[..., first:].add_(mask)
     top_KXR1 = scores_KXRN.amax(-1, keepdim=True)
     p_KXRN = exp(scores_KXRN.sub_(top_KXR1))
-    total_KXR1 = row_sum(p_KXRN)
+    total_KXR1 = _totals(p_KXRN)
     wide_KXRN = _filled_rows(p_KXRN)
     o_KXRE = _stacked([_values(p, v)[:, :rows] for p, v in zip(wide_KXRN, v_KXNE, strict=True)])
     return o_KXRE.div_(total_KXR1), top_KXR1, total_KXR1
@@ -59,6 +59,17 @@ def core(
 
 def _stacked(parts: list[Tensor]) -> Tensor:
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+
+
+def _totals(p_KXRN: Tensor) -> Tensor:
+    """Sums of rows in the order of the product with values: one chain in each KV tile."""
+    p_RN = p_KXRN.view(-1, p_KXRN.shape[-1])
+    return product(p_RN, _ones(p_RN.shape[1]))[:, :1].view(*p_KXRN.shape[:-1], 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(positions: int) -> Tensor:
+    return torch.ones(positions, TILE)
 
 
 def _filled_rows(x_KXRN: Tensor) -> Tensor:
@@ -73,18 +84,23 @@ def _tiles(positions: int) -> list[slice]:
 
 def tile_scores(q_XRE: Tensor, k_XNE: Tensor) -> Tensor:
     """q @ k^T [X, R, N] of one KV tile, E in blocks of `WIDTH_BLOCK` added left to right."""
+    if q_XRE.shape[-1] <= WIDTH_BLOCK:
+        return batched_product(q_XRE, k_XNE.transpose(1, 2))
     blocks = zip(q_XRE.split(WIDTH_BLOCK, -1), k_XNE.split(WIDTH_BLOCK, -1), strict=True)
     products = (batched_product(q, k.transpose(1, 2)) for q, k in blocks)
     return functools.reduce(torch.Tensor.add_, products)
 
 
 def _scores(q_XRE: Tensor, k_XNE: Tensor) -> Tensor:
-    parts = [tile_scores(q_XRE, k_XNE[:, span]) for span in _tiles(k_XNE.shape[1])]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    if k_XNE.shape[1] <= KV_TILE:
+        return tile_scores(q_XRE, k_XNE)
+    return torch.cat([tile_scores(q_XRE, k_XNE[:, span]) for span in _tiles(k_XNE.shape[1])], -1)
 
 
 def _values(p_XRN: Tensor, v_XNE: Tensor) -> Tensor:
     """p @ v [X, R, E]: tiles added left to right."""
+    if v_XNE.shape[1] <= KV_TILE:
+        return batched_product(p_XRN, v_XNE)
     spans = _tiles(v_XNE.shape[1])
     products = (batched_product(p_XRN[..., span], v_XNE[:, span]) for span in spans)
     return functools.reduce(torch.Tensor.add_, products)

@@ -3,18 +3,19 @@
 import torch
 from torch import Tensor
 
+from shared_ops.primitives import row_blocks
+
 
 def forward(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    first_THR, second_THR = x_THE.float().chunk(2, dim=-1)
+    out_THE = torch.empty_like(x_THE, memory_format=torch.contiguous_format)
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    rotated_THE = torch.cat(
-        (
-            first_THR * cos_T1R - second_THR * sin_T1R,
-            second_THR * cos_T1R + first_THR * sin_T1R,
-        ),
-        dim=-1,
-    )
-    return rotated_THE.to(x_THE.dtype)
+    for some in row_blocks(x_THE.shape[0], x_THE[:1].numel()):
+        first_THR, second_THR = x_THE[some].float().chunk(2, dim=-1)
+        out_first_THR, out_second_THR = out_THE[some].chunk(2, dim=-1)
+        cos, sin = cos_T1R[some], sin_T1R[some]
+        out_first_THR.copy_((first_THR * cos).sub_(second_THR * sin))
+        out_second_THR.copy_((second_THR * cos).add_(first_THR * sin))
+    return out_THE
 
 
 def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, out_THE=None) -> Tensor:
