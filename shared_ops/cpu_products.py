@@ -89,11 +89,12 @@ def _rows_product(x_MK: Tensor, w_KN: Tensor, place_MN: Tensor | None = None) ->
 
     place_MN: where it is put.
     """
-    out_MN = None
+    out_MN = schedule = None
     for start in range(0, x_MK.shape[1], K_BLOCK):
-        x_Mk = _filled(x_MK[:, start : start + K_BLOCK], 1, TILE)
-        w_kN = _filled(w_KN[start : start + K_BLOCK], TILE, 1)
-        schedule = _schedule_for(_call(False, x_Mk, w_kN))
+        x_Mk, w_kN = x_MK[:, start : start + K_BLOCK], w_KN[start : start + K_BLOCK]
+        if schedule is None or len(w_kN) < K_BLOCK:
+            x_Mk, w_kN = _filled(x_Mk, 1, TILE), _filled(w_kN, TILE, 1)
+            schedule = _schedule_for(_call(False, x_Mk, w_kN))
         if out_MN is None and place_MN is not None and schedule is BLAS:
             out_MN = torch.mm(x_Mk, w_kN, out=place_MN)
         else:

@@ -3,19 +3,23 @@
 import torch
 from torch import Tensor
 
-from shared_ops.primitives import row_blocks
+from shared_ops.primitives import by_rows
 
 
 def forward(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     out_THE = torch.empty_like(x_THE, memory_format=torch.contiguous_format)
-    cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
-    for some in row_blocks(x_THE.shape[0], x_THE[:1].numel()):
-        first_THR, second_THR = x_THE[some].float().chunk(2, dim=-1)
-        out_first_THR, out_second_THR = out_THE[some].chunk(2, dim=-1)
-        cos, sin = cos_T1R[some], sin_T1R[some]
-        out_first_THR.copy_((first_THR * cos).sub_(second_THR * sin))
-        out_second_THR.copy_((second_THR * cos).add_(first_THR * sin))
+    cos_T1E = torch.cat((cos_TR, cos_TR), -1).unsqueeze(1)
+    sin_T1E = torch.cat((-sin_TR, sin_TR), -1).unsqueeze(1)
+    by_rows(_rotate, x_THE, cos_T1E, sin_T1E, out_THE)
     return out_THE
+
+
+def _rotate(x_THE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, out_THE: Tensor) -> None:
+    """x1 cos + x2 (-sin) is x1 cos - x2 sin to the bit."""
+    x_THE = x_THE.float()
+    first_THR, second_THR = x_THE.chunk(2, dim=-1)
+    turned_THE = torch.cat((second_THR, first_THR), -1).mul_(sin_T1E)
+    torch.add(x_THE * cos_T1E, turned_THE, out=out_THE)
 
 
 def backward(dy_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor, out_THE=None) -> Tensor:
