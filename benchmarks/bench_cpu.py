@@ -7,8 +7,8 @@ and written with --output FILE. Rollout: random prompts of 20 to 39 tokens, ever
 exactly --tokens. transformers' `generate` pads the prompts to one length, returns no
 log-probabilities and does not look at the prompt twice. Step: one optimiser step on those
 completions. With TRL (`pip install --no-deps trl==1.16.0`) it is GRPOTrainer's `training_step`,
-given the completions instead of drawing them, with clipping and its optimiser's step; without TRL
-a plain forward and backward of transformers' model with the same loss. Ours also compares every
+given the completions instead of drawing them, with clipping and its optimiser's step, as it comes
+(the forward runs twice, to save memory) and without checkpointing; without TRL a plain forward and backward of transformers' model with the same loss. Ours also compares every
 log-probability with the sampler's, and makes the metrics.
 """
 
@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Prompts as transformers and TRL take them: padded at their beginning, one row a completion."""
+    """Prompts as transformers takes them: padded at their beginning, one row a completion."""
 
     ids_BP: Tensor
     mask_BP: Tensor
@@ -107,12 +107,18 @@ def step_sides(folder: Path, load: Load, engine: Engine) -> Sides:
         assert trainer.step(fresh).tokens_compared == len(drawn) * load.tokens
 
     ids_BC = torch.tensor([completion.token_ids for completion in drawn])
-    name, make = ("TRL", trl_step) if _is_there("trl") else ("transformers, same loss", plain_step)
-    return {"exact": ours, name: make(folder, padded(load), ids_BC, torch.tensor(advantages))}
+    given = folder, padded(load), ids_BC, torch.tensor(advantages)
+    if not _is_there("trl"):
+        return {"exact": ours, "transformers, same loss": plain_step(*given)}
+    return {
+        "exact": ours,
+        "TRL": trl_step(*given),
+        "TRL, no checkpointing": trl_step(*given, gradient_checkpointing=False),
+    }
 
 
 def trl_step(
-    folder: Path, prompts: Padded, ids_BC: Tensor, advantage_B: Tensor
+    folder: Path, prompts: Padded, ids_BC: Tensor, advantage_B: Tensor, **settings: Any
 ) -> Callable[[int], None]:
     """GRPOTrainer given its completions."""
     from datasets import Dataset
@@ -133,20 +139,20 @@ def trl_step(
         def _generate_and_score_completions(self, inputs):
             return dict(given)
 
-    settings = GRPOConfig(
+    config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=len(ids_BC),
         num_generations=2,
         learning_rate=LEARNING_RATE,
         use_cpu=True,
         bf16=False,
-        gradient_checkpointing=False,
         report_to=[],
+        **settings,
     )
     trainer = Given(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-        args=settings,
+        args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * len(ids_BC)}),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
