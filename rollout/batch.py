@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
 import numpy
@@ -78,6 +79,7 @@ def build_batch(plan: StepPlan, page_size: int, device: torch.device) -> Batch:
         query_starts=[0, *ends_B.tolist()],
         context_lens=(starts_B + counts_B).tolist(),
         page_table_BP=_tensor(table_BP, device),
+        kept={},
     )
     return Batch(
         token_ids_T=_tensor(_token_ids(rows), device),
@@ -94,20 +96,21 @@ def page_table(samples: list[Sample]) -> numpy.ndarray:
     lens_B = numpy.array([len(sample.pages) for sample in samples])
     table_BP = numpy.zeros((len(samples), lens_B.max()), dtype=NUMPY_TYPE)
     filled_BP = numpy.arange(table_BP.shape[1]) < lens_B[:, None]
-    table_BP[filled_BP] = numpy.concatenate([sample.pages for sample in samples])
+    table_BP[filled_BP] = _joined([sample.pages for sample in samples])
     return table_BP
 
 
 def _token_ids(rows: tuple[PlanRow, ...]) -> numpy.ndarray:
-    return numpy.concatenate(
-        [row.sample.tokens[row.start : row.start + row.count] for row in rows], dtype=NUMPY_TYPE
-    )
+    return _joined([row.sample.tokens[row.start : row.start + row.count] for row in rows])
+
+
+def _joined(arrays: list[array]) -> numpy.ndarray:
+    return numpy.frombuffer(bytearray().join(arrays), dtype=NUMPY_TYPE)
 
 
 def _draws(samples: list[Sample], device: torch.device) -> Draws:
-    temperatures = numpy.array(
-        [sample.request.params.temperature for sample in samples], dtype=numpy.float32
-    )
+    params = [sample.request.params for sample in samples]
+    temperatures = numpy.array([one.temperature for one in params], dtype=numpy.float32)
     greedy = temperatures == 0
     keys = numpy.array([sample.key for sample in samples], dtype=NUMPY_TYPE).reshape(-1, 2)
     positions = numpy.array([len(sample.tokens) for sample in samples], dtype=NUMPY_TYPE)
@@ -118,7 +121,7 @@ def _draws(samples: list[Sample], device: torch.device) -> Draws:
         greedy_B=_tensor(greedy, device),
         all_greedy=bool(greedy.all()),
         any_greedy=bool(greedy.any()),
-        filters=_filters([sample.request.params for sample in samples], device),
+        filters=_filters(params, device),
         bias=_bias(samples, device),
     )
 
@@ -138,6 +141,7 @@ def _bias(samples: list[Sample], device: torch.device) -> Bias | None:
     entries = [
         (row, token, bias)
         for row, sample in enumerate(samples)
+        if sample.request.params.biases
         for token, bias in sample.request.biases_at(len(sample.logprobs))
     ]
     if not entries:

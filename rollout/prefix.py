@@ -63,7 +63,7 @@ class PrefixCache:
         holds a page holds the known pages before it, and these never become idle first.
         """
         shared = self.enabled and not sample.is_private
-        while shared and (sample.full_pages + 1) * self.page_size <= sample.computed:
+        while (sample.full_pages + 1) * self.page_size <= sample.computed and shared:
             index = sample.full_pages
             key = self._key(sample.chain, sample.tokens, index)
             own = sample.pages[index]
@@ -79,10 +79,13 @@ class PrefixCache:
 
     def next_key(self, sample: Sample) -> Key | None:
         """Key of the page that the sample fills next, if its tokens are known up to its end."""
-        shared = self.enabled and not sample.is_private
-        if shared and (sample.full_pages + 1) * self.page_size <= len(sample.tokens):
+        if self.enabled and not sample.is_private and self.fills_next(sample):
             return self._key(sample.chain, sample.tokens, sample.full_pages)
         return None
+
+    def fills_next(self, sample: Sample) -> bool:
+        """Whether the tokens of the page that the sample fills next are known."""
+        return (sample.full_pages + 1) * self.page_size <= len(sample.tokens)
 
     def detach(self, sample: Sample) -> None:
         """Give back every page, last first: a page is then taken back before its predecessor."""

@@ -91,22 +91,24 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """The next forward, without rows if there is nothing to do; it may be planned again."""
-        growing = sum(sample.remaining == 1 for sample in self.running)
+        growing = sum([len(one.tokens) == one.computed + 1 for one in self.running])
         budget = self.config.max_batch_tokens
         growth, prefill = min(growing, budget), max(0, budget - growing)
         before = self.counters["sent_back"]
         rows: list[PlanRow] = []
         while len(rows) < len(self.running):
             sample = self.running[len(rows)]
-            if sample.remaining == 1:
+            start, remaining = sample.computed, sample.remaining
+            if remaining == 1:
                 count = min(1, growth)
                 growth -= count
             else:
-                count = min(sample.remaining, self.config.prefill_chunk, prefill)
+                count = min(remaining, self.config.prefill_chunk, prefill)
                 prefill -= count
-            if not self._find_room(sample, sample.computed + count):
+            lacks = start + count > len(sample.pages) * self.config.page_size
+            if lacks and not self._find_room(sample, start + count):
                 break
-            rows.append(PlanRow(sample, sample.computed, count))
+            rows.append(PlanRow(sample, start, count))
         if self.counters["sent_back"] == before:
             rows.extend(self._admit(prefill))
         rows.sort(key=lambda row: row.count > 1)
@@ -134,7 +136,7 @@ class Scheduler:
                 self._append(sample, *next(drawn))
             if sample.finish_reason:
                 finished.append(sample)
-            else:
+            elif sample.pending is not None or self.prefix.fills_next(sample):
                 self._announce(sample)
         self._leave(finished)
         self.counters.update(

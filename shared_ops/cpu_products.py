@@ -74,21 +74,33 @@ def product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
     rows, depth, columns = *x_MK.shape, w_KN.shape[1]
     if not (rows and depth and columns):
         return x_MK.new_zeros((rows, columns))
-    x_MK, w_KN = _filled(x_MK, TILE, 1), _filled(w_KN, 1, TILE)
-    parts = [_rows_product(part_MK, w_KN) for part_MK in x_MK.split(_rows_limit(columns))]
-    out_MN = parts[0] if len(parts) == 1 else torch.cat(parts)
+    w_KN, limit = _filled(w_KN, 1, TILE), _rows_limit(columns)
+    if rows <= limit:
+        out_MN = _rows_product(_filled(x_MK, TILE, 1), w_KN)
+    else:
+        out_MN = x_MK.new_empty((rows + -rows % TILE, w_KN.shape[1]))
+        for part_MK, place_MN in zip(x_MK.split(limit), out_MN.split(limit), strict=True):
+            _rows_product(_filled(part_MK, TILE, 1), w_KN, place_MN)
     return out_MN[:rows, :columns].contiguous()
 
 
-def _rows_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:
-    """A part of `product`: no more rows than a schedule was tried with, all sizes but K filled."""
-    out_MN = None
+def _rows_product(x_MK: Tensor, w_KN: Tensor, place_MN: Tensor | None = None) -> Tensor:
+    """A part of `product`: no more rows than a schedule was tried with, all sizes but K filled.
+
+    place_MN: where it is put.
+    """
+    out_MN = schedule = None
     for start in range(0, x_MK.shape[1], K_BLOCK):
-        x_Mk = _filled(x_MK[:, start : start + K_BLOCK], 1, TILE)
-        w_kN = _filled(w_KN[start : start + K_BLOCK], TILE, 1)
-        out_MN = _schedule_for(_call(False, x_Mk, w_kN)).add(x_Mk, w_kN, out_MN)
+        x_Mk, w_kN = x_MK[:, start : start + K_BLOCK], w_KN[start : start + K_BLOCK]
+        if schedule is None or len(w_kN) < K_BLOCK:
+            x_Mk, w_kN = _filled(x_Mk, 1, TILE), _filled(w_kN, TILE, 1)
+            schedule = _schedule_for(_call(False, x_Mk, w_kN))
+        if out_MN is None and place_MN is not None and schedule is BLAS:
+            out_MN = torch.mm(x_Mk, w_kN, out=place_MN)
+        else:
+            out_MN = schedule.add(x_Mk, w_kN, out_MN)
     assert out_MN is not None
-    return out_MN
+    return out_MN if place_MN is None or out_MN is place_MN else place_MN.copy_(out_MN)
 
 
 def _rows_limit(columns: int) -> int:
@@ -106,9 +118,12 @@ def batched_product(x_XMK: Tensor, w_XKN: Tensor) -> Tensor:
     rows, columns = x_XMK.shape[1], w_XKN.shape[2]
     x_XMK, w_XKN = _filled(x_XMK, BATCH_ROWS, TILE), _filled(w_XKN, TILE, TILE)
     batch = _schedule_for(_call(True, x_XMK, w_XKN)).batch
-    parts = [batch(part_XMK, w_XKN) for part_XMK in x_XMK.split(BATCH_ROWS_LIMIT, 1)]
-    out_XMN = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return out_XMN[:, :rows, :columns]
+    if x_XMK.shape[1] <= BATCH_ROWS_LIMIT:
+        out_XMN = batch(x_XMK, w_XKN)
+    else:
+        parts = x_XMK.split(BATCH_ROWS_LIMIT, 1)
+        out_XMN = torch.cat([batch(part_XMK, w_XKN) for part_XMK in parts], 1)
+    return out_XMN if out_XMN.shape[1:] == (rows, columns) else out_XMN[:, :rows, :columns]
 
 
 def _filled(x: Tensor, rows: int, columns: int) -> Tensor:

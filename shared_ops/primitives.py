@@ -10,6 +10,7 @@ than in its body.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,12 +20,24 @@ from shared_ops.cpu_products import product
 ALIGNMENT = 64
 # As many as the narrowest product has columns; they also keep rounding errors small.
 LANES = 16
+CACHED_VALUES = 1 << 17
 
 
 def aligned(x: Tensor) -> Tensor:
     """The same values, contiguous and on a 64-byte boundary (vendor products may look at it)."""
     x = x.contiguous()
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def by_rows(run: Callable[..., object], *tensors: Tensor) -> None:
+    """Run an elementwise pass on equal rows of all tensors (the last is its output), as many at a
+    time as a processor's cache holds with what is made of them."""
+    rows, step = len(tensors[0]), CACHED_VALUES * len(tensors[0]) // max(1, tensors[0].numel())
+    if rows <= step:
+        run(*tensors)
+        return
+    for part in zip(*(x.split(max(1, step)) for x in tensors), strict=True):
+        run(*part)
 
 
 def fixed_product(x_MK: Tensor, w_KN: Tensor) -> Tensor:

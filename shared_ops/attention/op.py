@@ -1,14 +1,13 @@
 """attention: causal softmax(q k^T / sqrt(E)) v with grouped KV heads.
 
-Contract: KV positions form tiles of `KV_TILE` from absolute position 0. A score is a float32
-product over E in blocks of C added left to right, times the scale. CPU: C = 128. CUDA: C = E. The
-row maximum has no order. p = exp(score - maximum); positions after the query's own have p = 0
-exactly. Row sums and p @ v are taken inside each tile (one float32 accumulator) and added over
-tiles left to right; tiles of zeros change nothing. The output is the accumulated sum over the row
-sum, rounded once to the input's dtype.
+Contract: KV positions form tiles of `KV_TILE` from absolute position 0 (CPU: 192, CUDA: 64). A
+score is a float32 product over E in blocks of C added left to right, times the scale. CPU: C = 128.
+CUDA: C = E. The row maximum has no order. p = exp(score - maximum); positions after the query's own
+have p = 0 exactly. Row sums and p @ v are taken inside each tile (one float32 accumulator) and
+added over tiles left to right; zeros after a row's last position change nothing. The output is the
+accumulated sum over the row sum, rounded once to the input's dtype.
 A query row's bits depend on that row and on the keys and values at its own and earlier positions:
-not on batch mates, the number of query rows, chunking, paging or trailing tiles.
-
+not on batch mates, the number of query rows, chunking, paging or trailing positions.
 
 CUDA computes the same sum online: exp is a power of two of score x log2(e), taken as one fused
 multiply-add with the running maximum; p is rounded to the input's dtype before its sums; a row sum
@@ -20,11 +19,11 @@ at a time without it.
 
 Backward (packed only): scores are recomputed; sums over query rows run in blocks of rows in
 increasing order, those over positions in KV tiles in increasing order, none with atomics. It is
-bit-equal from run to run for one packing.
+bit-equal from run to run for one packing. The CPU takes sum(p dp) where CUDA takes sum(do o).
 """
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +42,8 @@ class PagedLayout(NamedTuple):
     query_starts_B1, contexts_B: the same numbers, int32 on the CUDA device, where they are already
     (a captured graph reads them anew at each replay; the lists then bound them and choose the
     schedule, which cannot change a bit). None: they are copied from the lists.
+    kept: an empty dictionary, where a schedule may keep what it works out of the rest for the next
+    layer.
     """
 
     query_starts: list[int]
@@ -50,6 +51,7 @@ class PagedLayout(NamedTuple):
     page_table_BP: Tensor
     query_starts_B1: Tensor | None = None
     contexts_B: Tensor | None = None
+    kept: dict[Any, Any] | None = None
 
 
 def _schedules(x: Tensor) -> ModuleType:

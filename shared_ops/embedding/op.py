@@ -40,4 +40,6 @@ def embedding(token_ids_T: Tensor, w_VD: Tensor) -> Tensor:
     Returns:
         [T, D] in the dtype of `w_VD`.
     """
+    if not torch.is_grad_enabled():
+        return _schedules(w_VD).forward(token_ids_T, w_VD)
     return _Embedding.apply(token_ids_T, w_VD)

@@ -62,4 +62,6 @@ def linear(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
         raise ValueError(
             f"linear: input width {x_TK.shape[-1]} and weight width {w_NK.shape[-1]} differ"
         )
+    if not torch.is_grad_enabled():
+        return _schedules(x_TK).forward(x_TK, w_NK, bias_N)
     return _Linear.apply(x_TK, w_NK, bias_N)

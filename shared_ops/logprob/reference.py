@@ -6,7 +6,7 @@ from torch import Tensor
 from shared_ops.elementary import exp, log
 from shared_ops.primitives import fixed_product, row_sum, token_product
 
-LOGITS_LIMIT = 1 << 24
+LOGITS_LIMIT = 1 << 20
 
 
 def head_logits(hidden_BD: Tensor, head_VD: Tensor) -> Tensor:
@@ -29,7 +29,11 @@ def _normalised(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def select_logprobs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     shifted_BV, _, sum_B1 = _normalised(logits_BV)
-    return (shifted_BV.gather(1, tokens_B.unsqueeze(1)) - log(sum_B1)).squeeze(1)
+    return _chosen(shifted_BV, log(sum_B1), tokens_B)
+
+
+def _chosen(shifted_BV: Tensor, log_sum_B1: Tensor, tokens_B: Tensor) -> Tensor:
+    return (shifted_BV.gather(1, tokens_B.unsqueeze(1)) - log_sum_B1).squeeze(1)
 
 
 def _row_blocks(rows: int, vocabulary: int) -> list[slice]:
@@ -43,16 +47,18 @@ def token_logprobs(hidden_TD, head_VD, targets_T, temperature_T, vocab_limit: in
     entropy_T = torch.empty_like(logprobs_T)
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
-        logprobs_T[rows] = select_logprobs(logits_BV, targets_T[rows])
-        entropy_T[rows] = _entropy(logits_BV)
+        shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
+        log_sum_B1 = log(sum_B1)
+        logprobs_T[rows] = _chosen(shifted_BV, log_sum_B1, targets_T[rows])
+        entropy_T[rows] = _entropy(shifted_BV, exp_BV, sum_B1, log_sum_B1)
     return logprobs_T, entropy_T, None
 
 
-def _entropy(logits_BV: Tensor) -> Tensor:
-    """-sum p log p = log(sum) - sum(exp x shifted) / sum; a masked entry counts as 0."""
-    shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
-    weighted_B1 = row_sum(exp_BV * shifted_BV.clamp_(min=-1e4))
-    return (log(sum_B1) - weighted_B1 / sum_B1).squeeze(1)
+def _entropy(shifted_BV: Tensor, exp_BV: Tensor, sum_B1: Tensor, log_sum_B1: Tensor) -> Tensor:
+    """-sum p log p = log(sum) - sum(exp x shifted) / sum; a masked entry counts as 0. Uses up
+    `exp_BV` and `shifted_BV`."""
+    weighted_B1 = row_sum(exp_BV.mul_(shifted_BV.clamp_(min=-1e4)))
+    return (log_sum_B1 - weighted_B1.div_(sum_B1)).squeeze(1)
 
 
 def token_logprobs_backward(
@@ -72,12 +78,13 @@ def token_logprobs_backward(
     for rows in _row_blocks(len(targets_T), head_VD.shape[0]):
         logits_BV = scaled_logits(hidden_TD[rows], head_VD, temperature_T[rows], vocab_limit)
         shifted_BV, exp_BV, sum_B1 = _normalised(logits_BV)
-        dlogits_BV = (exp_BV / sum_B1).neg_()
+        p_BV = exp_BV.div_(sum_B1)
+        dlogits_BV = -p_BV
         dlogits_BV[torch.arange(len(dlogits_BV)), targets_T[rows]] += 1.0
         dlogits_BV *= (grad_T[rows] / temperature_T[rows]).unsqueeze(-1)
         if grad_entropy_T is not None:
             scale_B = grad_entropy_T[rows] / temperature_T[rows]
-            dlogits_BV -= _entropy_slope(shifted_BV, exp_BV / sum_B1).mul_(scale_B.unsqueeze(-1))
+            dlogits_BV -= _entropy_slope(shifted_BV, p_BV).mul_(scale_B.unsqueeze(-1))
         dhidden_TD[rows] = fixed_product(dlogits_BV, head_VD).to(hidden_TD.dtype)
         if dhead_VD is not None:
             dhead_VD += token_product(dlogits_BV, hidden_TD[rows])

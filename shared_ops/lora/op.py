@@ -67,4 +67,6 @@ def lora(
             f"lora: A {tuple(a_QK.shape)} and B {tuple(b_MR.shape)} do not fit an input of width "
             f"{x_TK.shape[-1]} and {len(spans)} spans of {columns} columns together"
         )
+    if not torch.is_grad_enabled():
+        return _schedules(x_TK).forward(y_TN, x_TK, a_QK, b_MR, spans, scale)[0]
     return _Lora.apply(y_TN, x_TK, a_QK, b_MR, spans, scale)

@@ -7,12 +7,13 @@ from shared_ops.primitives import row_sum, token_sum
 
 
 def _inverse_rms(x_RD: Tensor, eps: float) -> Tensor:
-    return 1.0 / square_root(row_sum(x_RD * x_RD) / x_RD.shape[-1] + eps)
+    mean_R1 = row_sum(x_RD * x_RD).div_(x_RD.shape[-1])
+    return square_root(mean_R1.add_(eps)).reciprocal_()
 
 
 def forward(x_RD: Tensor, w_D: Tensor, eps: float) -> Tensor:
     wide_RD = x_RD.float()
-    return (wide_RD * _inverse_rms(wide_RD, eps) * w_D.float()).to(x_RD.dtype)
+    return (wide_RD * _inverse_rms(wide_RD, eps)).mul_(w_D.float()).to(x_RD.dtype)
 
 
 def backward(
@@ -28,10 +29,9 @@ def backward(
     inverse_R1 = _inverse_rms(wide_RD, eps)
     normed_RD = wide_RD * inverse_R1
     scaled_RD = dy_RD * w_D.float()
-    mean_R1 = row_sum(scaled_RD * normed_RD) / x_RD.shape[-1]
-    dx_RD = (scaled_RD - normed_RD * mean_R1) * inverse_R1
+    mean_R1 = row_sum(scaled_RD * normed_RD).div_(x_RD.shape[-1])
     dw_D = token_sum((dy_RD * normed_RD).reshape(-1, x_RD.shape[-1]))
-    dx_RD = dx_RD.to(x_RD.dtype)
+    dx_RD = scaled_RD.sub_(normed_RD.mul_(mean_R1)).mul_(inverse_R1).to(x_RD.dtype)
     if residual_RD is not None:
-        dx_RD = dx_RD + residual_RD
+        dx_RD = dx_RD.add_(residual_RD)
     return dx_RD if out_RD is None else out_RD.copy_(dx_RD), dw_D.to(w_D.dtype)

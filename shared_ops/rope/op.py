@@ -42,4 +42,6 @@ def rope(x_THE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     Returns:
         The shape and dtype of `x_THE`.
     """
+    if not torch.is_grad_enabled():
+        return _schedules(x_THE).forward(x_THE, cos_TR, sin_TR)
     return _Rope.apply(x_THE, cos_TR, sin_TR)

@@ -1,44 +1,55 @@
 """sample in plain torch (contract: op.py)."""
 
+import numpy
 import torch
 from torch import Tensor
 
 from shared_ops.elementary import log_of_float64
 
-MASK = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK = numpy.uint64(0xFFFFFFFF)
+HALF = numpy.uint64(32)
+MULTIPLIERS = numpy.uint64(0xD2511F53), numpy.uint64(0xCD9E8D57)
+KEY_STEPS = numpy.uint64(0x9E3779B9), numpy.uint64(0xBB67AE85)
 ROUNDS = 10
 
-
-def _multiply(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of factor * x; x is split so that int64 never overflows."""
-    low = factor * (x & 0xFFFF)
-    high = factor * (x >> 16) + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+Words = tuple[numpy.ndarray, ...]
 
 
 def philox(counters: tuple[Tensor, ...], keys: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox-4x32-10 on int64 tensors that hold 32-bit words; four output words."""
+    counter_words, key_words = (
+        tuple(x.numpy().view(numpy.uint64) for x in given) for given in (counters, keys)
+    )
+    words = _philox(counter_words, key_words)
+    return tuple(torch.from_numpy(word.view(numpy.int64)) for word in words)
+
+
+def _philox(counters: Words, keys: Words) -> Words:
+    """On uint64 arrays, which hold a product of two words; shapes need to fit only."""
     c0, c1, c2, c3 = counters
     k0, k1 = keys
     for _ in range(ROUNDS):
-        high0, low0 = _multiply(MULTIPLIERS[0], c0)
-        high1, low1 = _multiply(MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        wide0, wide1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = (wide1 >> HALF) ^ (c1 ^ k0), (wide0 >> HALF) ^ (c3 ^ k1)
+        wide0 &= MASK
+        wide1 &= MASK
+        c1, c3 = wide1, wide0
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
     return c0, c1, c2, c3
 
 
 def gumbel(keys_B2: Tensor, positions_B: Tensor, vocabulary: int) -> Tensor:
     """float32 [B, vocabulary]. The inner log is taken in float64: near u = 1 it decides winners."""
-    blocks_1W = torch.arange(-(-vocabulary // 4), device=keys_B2.device).unsqueeze(0)
-    zeros_1W = torch.zeros_like(blocks_1W)
-    counters = (blocks_1W, positions_B.unsqueeze(1) + zeros_1W, zeros_1W, zeros_1W)
-    words = philox(counters, (keys_B2[:, :1], keys_B2[:, 1:]))
-    words_BV = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocabulary]
-    uniform_BV = (words_BV.double() + 0.5) * 2.0**-32
-    return -log_of_float64(-log_of_float64(uniform_BV)).float()
+    keys, positions = (x.numpy().view(numpy.uint64) for x in (keys_B2, positions_B))
+    blocks_1W = numpy.arange(-(-vocabulary // 4), dtype=numpy.uint64)[None]
+    zero_11 = numpy.zeros((1, 1), dtype=numpy.uint64)
+    counters = (blocks_1W, positions[:, None], zero_11, zero_11)
+    words_BW4 = numpy.empty((len(keys), blocks_1W.shape[1], 4))
+    for index, word_BW in enumerate(_philox(counters, (keys[:, :1], keys[:, 1:]))):
+        words_BW4[..., index] = word_BW
+    uniform_BV = torch.from_numpy(words_BW4).flatten(1).add_(0.5).mul_(2.0**-32)
+    noise_BV = log_of_float64(log_of_float64(uniform_BV).neg_()).neg_().float()
+    return noise_BV[:, :vocabulary]
 
 
 def draw(logits_BV: Tensor, keys_B2: Tensor, positions_B: Tensor) -> Tensor:
