@@ -186,6 +186,7 @@ def _require_ieee(prover: _Prover) -> None:
         "+": (a_N + b_N, a_N.double() + b_N.double()),
         "*": (a_N * b_N, a_N.double() * b_N.double()),
         "/": (a_N / b_N, a_N.double() / b_N.double()),
+        "reciprocal": (a_N.reciprocal(), 1.0 / a_N.double()),
         "square root": (square_root(a_N.abs()), torch.from_numpy(numpy.sqrt(a_N.abs().numpy()))),
     }
     for name, (got_N, wide_N) in wide.items():

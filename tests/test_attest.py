@@ -18,7 +18,7 @@ from shared_ops.model.config import ModelConfig, RopeConfig
 from shared_ops.model.lora_config import LoraConfig
 
 OPS = {
-    *(f"IEEE 754 {name}" for name in ("+", "*", "/", "square root")),
+    *(f"IEEE 754 {name}" for name in ("+", "*", "/", "reciprocal", "square root")),
     *elementary.FUNCTIONS,
     *("linear", "linear, dx", "linear, dw and dbias"),
     "row sum",
