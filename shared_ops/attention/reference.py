@@ -26,7 +26,7 @@ from shared_ops.primitives import row_sum
 
 KV_TILE = K_BLOCK
 WIDTH_BLOCK = 128
-SCORES_LIMIT = 1 << 20
+SCORES_LIMIT = 1 << 18
 
 
 def core(
@@ -161,6 +161,7 @@ def paged_forward(q_THE, k_pages_PSKE, v_pages_PSKE, layout) -> Tensor:
     o_THE = torch.empty_like(q_THE)
     for block in blocks:
         tokens_L, real_L = block.tokens_L, block.real_L
+        assert tokens_L is not None
         o_LHE = _attend_pages(q_THE[tokens_L], k_pages_PSKE, v_pages_PSKE, block)
         if real_L is not None:
             tokens_L, o_LHE = tokens_L[real_L], o_LHE[real_L]
@@ -222,17 +223,16 @@ def packed_backward(do_THE, q_THE, k_TKE, v_TKE, _o_THE, lse_TH, starts: list[in
         parts = [torch.zeros_like(x) for x in (given[0], *given[2:])]
         for piece in block.pieces:
             some, rows, mask = _of(piece, kv_heads, group)
-            seen = some, slice(0, piece.positions)
-            grouped = (x[some, rows] for x in (*given[:2], lse_XR1, parts[0]))
-            pairs = (x[seen] for x in (*given[2:], *parts[1:]))
-            _add_gradients(*grouped, *pairs, mask, piece.first)
+            grouped = [x[some, rows] for x in (*given[:2], lse_XR1, parts[0])]
+            pairs = [x[some, : piece.positions] for x in (*given[2:], *parts[1:])]
+            _add_gradients(*grouped, *pairs, mask=mask, first=piece.first)
         for d_THE, d_XRE in zip(grads, parts, strict=True):
             _put(d_THE, d_XRE, block)
     return dq_THE, dk_TKE, dv_TKE
 
 
 def _add_gradients(
-    q_XRE, do_XRE, lse_XR1, dq_XRE, k_XNE, v_XNE, dk_XNE, dv_XNE, mask: Tensor, first: int
+    q_XRE, do_XRE, lse_XR1, dq_XRE, k_XNE, v_XNE, dk_XNE, dv_XNE, *, mask: Tensor, first: int
 ) -> None:
     """Those of one piece, its KV tiles in increasing order.
 
