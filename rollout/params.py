@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -98,12 +97,12 @@ class SamplingParams:
             f"min_p is {self.min_p}: use 0 (keeps every token) to 1 (keeps the likeliest)",
         )
 
-    @cached_property
+    @property
     def filters(self) -> bool:
         """Whether the drawn tokens come from a kept set."""
         return self.top_p != 1 or self.top_k != 0 or self.min_p != 0
 
-    @cached_property
+    @property
     def biases(self) -> bool:
         """Whether there may be anything to add to logits."""
         return bool(self.logit_bias or self.banned_token_ids or self.min_tokens)
